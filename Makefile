@@ -1,0 +1,41 @@
+# Everything a developer runs. `make help` lists it.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready-$(shell cksum < pyproject.toml | cut -d' ' -f1)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint types bench clean
+
+help:  ## list what can be made
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; say which with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Setting up $(VENV) (first run only) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+setup: $(READY)  ## make the virtual environment (.venv) with everything for development
+
+demo: $(READY)  ## the wallet demo: crashes, duplicates and late events on real servers, expected beside actual
+	@$(BIN)/python -m examples.wallet
+
+test: $(READY)  ## all tests, on embedded PostgreSQL and Valkey (or DATABASE_URL / REDIS_URL)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: $(READY)
+	@$(BIN)/mypy
+
+check: lint types test  ## what CI runs: lint, types, tests
+
+bench: $(READY)  ## measure relay and consumer beside their baselines: a table, and JSON in benchmarks/results.json
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+clean:  ## remove the virtual environment and caches
+	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

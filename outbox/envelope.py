@@ -1,0 +1,433 @@
+"""The published language: `Event` as a producer records it, `Envelope` as a consumer receives it, and the wire between.
+
+On the wire an event is a flat list of fields, named as in CloudEvents 1.0 (https://github.com/cloudevents/spec), so
+that other languages can read a stream without this library. What is absent or default is not written:
+
+================  =====================================================  ==============================
+field             meaning                                                default when absent
+================  =====================================================  ==============================
+``data``          payload, bytes as the producer encoded them            (always written)
+``id``            event id, a UUID in canonical form                     (always written)
+``type``          event type                                             (always written)
+``subject``       key: what the event is about, and what is kept in      no key
+                  order
+``version``       version of the key's entity, a decimal integer         no version
+``datacontenttype``  media type of ``data``                              ``application/json``
+``time``          when it happened, RFC 3339                             the instant inside a UUIDv7 id
+``source``        what produced it, a URI reference                      no source
+``batch``         on the last entry of a batch in a stream: the batch's  not the last
+                  number; everything of the batch stands before it
+(other)           headers: CloudEvents extension attributes              no headers
+================  =====================================================  ==============================
+
+No I/O here, and no third party's types beyond msgspec.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import re
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
+from typing import Any, Final
+
+import msgspec
+
+from outbox.errors import InvalidEvent, UndecodableEntry
+
+if sys.version_info >= (3, 14):
+    from uuid import uuid7
+else:
+    from uuid_utils.compat import uuid7
+
+JSON: Final = "application/json"
+MAX_NAME: Final = 200  #: characters in a topic, type, key or source
+MAX_HEADERS: Final = 32
+MAX_HEADER_BYTES: Final = 1024
+DEFAULT_MAX_PAYLOAD_BYTES: Final = 1_048_576
+MAX_VERSION: Final = 2**63 - 1
+
+#: One pattern for names that become part of a Redis key: no braces (hash tags), colons (lanes), spaces or controls.
+TOPIC_PATTERN: Final = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}"
+#: CloudEvents 1.0, "Naming Conventions": lower-case letters and digits.
+HEADER_PATTERN: Final = r"[a-z][a-z0-9]{0,39}"
+#: Attribute names that are the envelope's own, and so cannot be headers.
+RESERVED: Final = frozenset(
+    "id source specversion type subject time datacontenttype dataschema data database64 version batch topic".split()
+)
+_TOPIC = re.compile(TOPIC_PATTERN)
+_HEADER = re.compile(HEADER_PATTERN)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+_CONTENT_TYPE = re.compile(r"[!-~][ -~]{0,199}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What a producer records: one fact, in the transaction that made it true.
+
+    Args:
+        topic: where it is published; letters, digits and ``._/-``, at most 200.
+        type: what happened, e.g. ``payment.received``; at most 200 characters, none of them control characters.
+        payload: any JSON value, dataclass, msgspec Struct or pydantic model; or bytes together with `content_type`.
+            Stored and delivered byte-equal. Integers are exact; Decimals become JSON strings, so they are exact too.
+        key: what the event is about (an account, an order). Events of one key are published in commit order.
+        version: the entity's version after the change, 0 to 2**63-1; lets a consumer skip what is older than applied.
+        id: made once, here (UUIDv7), so that every retry of the producer keeps it. Pass your own to derive it.
+        time: when it happened, an aware datetime; default: the instant in a UUIDv7 id.
+        source: what produced it (CloudEvents ``source``), at most 200 characters.
+        headers: at most 32 of up to 1,024 bytes; names are lower-case letters and digits (CloudEvents extension
+            attributes), e.g. ``traceparent``.
+        content_type: media type of a bytes payload.
+
+    Raises:
+        InvalidEvent: a field breaks its rule; names both.
+    """
+
+    topic: str
+    type: str
+    payload: Any
+    key: str | None = None
+    version: int | None = None
+    id: uuid.UUID = field(default_factory=uuid7)
+    time: datetime | None = None
+    source: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    content_type: str | None = None
+
+    #: The payload as it is stored and published; encoded when the event is made.
+    data: bytes = field(init=False, repr=False, compare=False, default=b"")
+
+    def __post_init__(self) -> None:
+        check_topic(self.topic)
+        _check_text("type", self.type)
+        if self.key is not None:
+            _check_text("key", self.key)
+        if self.source is not None:
+            _check_text("source", self.source)
+        if self.version is not None:
+            if type(self.version) is not int:
+                raise InvalidEvent("version", f"must be an integer, is {type(self.version).__name__}")
+            if not 0 <= self.version <= MAX_VERSION:
+                raise InvalidEvent("version", f"must lie between 0 and 2**63-1, is {self.version}")
+        if not isinstance(self.id, uuid.UUID):
+            raise InvalidEvent("id", f"must be a uuid.UUID, is {type(self.id).__name__}")
+        if self.time is not None:
+            if not isinstance(self.time, datetime):
+                raise InvalidEvent("time", f"must be a datetime, is {type(self.time).__name__}")
+            if self.time.tzinfo is None or self.time.utcoffset() is None:
+                raise InvalidEvent("time", "must carry a time zone; a naive datetime means a different instant elsewhere")
+        object.__setattr__(self, "headers", _checked_headers(self.headers))
+        if isinstance(self.payload, bytes | bytearray | memoryview):
+            if self.content_type is None:
+                raise InvalidEvent("content_type", "must be given with a bytes payload, e.g. application/octet-stream")
+            _check_content_type(self.content_type)
+            data = bytes(self.payload)
+            if is_json(self.content_type):
+                try:
+                    decode_json(data)
+                except ValueError as error:
+                    raise InvalidEvent("payload", f"is not the JSON that content_type says: {error}") from None
+        else:
+            if self.content_type is not None and not is_json(self.content_type):
+                raise InvalidEvent("content_type", "goes with a bytes payload; other payloads are JSON")
+            if self.content_type is not None:
+                _check_content_type(self.content_type)
+            data = encode_json(self.payload)
+        object.__setattr__(self, "data", data)
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """An event as a consumer receives it.
+
+    Attributes:
+        id, topic, type, key, version, time, source, headers: as recorded; `time` falls back to the instant in a
+            UUIDv7 id.
+        data: the payload's bytes, as recorded.
+        content_type: their media type.
+        payload: the decoded JSON value; for other media types the bytes. Integers are exact.
+        delivery_count: how often it was delivered to this consumer, 1 for the first time.
+    """
+
+    id: uuid.UUID
+    topic: str
+    type: str
+    data: bytes
+    payload: Any
+    key: str | None = None
+    version: int | None = None
+    content_type: str = JSON
+    time: datetime | None = None
+    source: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    delivery_count: int = 1
+
+
+# --- rules ---------------------------------------------------------------------------------------------------------
+
+
+def check_topic(topic: str, name: str = "topic") -> str:
+    """Return `topic` if it is a valid topic name.
+
+    Raises:
+        InvalidEvent: it is not.
+    """
+    if not isinstance(topic, str) or not _TOPIC.fullmatch(topic):
+        raise InvalidEvent(name, f"must match {TOPIC_PATTERN}, is {_shown(topic)}")
+    return topic
+
+
+def is_json(content_type: str) -> bool:
+    """Whether a media type is JSON: ``application/json`` or a ``+json`` suffix (RFC 6839)."""
+    base = content_type.split(";", 1)[0].strip().lower()
+    return base == JSON or base.endswith("+json")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _check_text(name: str, value: str) -> None:
+    if not isinstance(value, str):
+        raise InvalidEvent(name, f"must be a string, is {type(value).__name__}")
+    if not 1 <= len(value) <= MAX_NAME:
+        raise InvalidEvent(name, f"must have 1 to {MAX_NAME} characters, has {len(value)}")
+    if _CONTROL.search(value):
+        raise InvalidEvent(name, "must not contain control characters or lone surrogates")
+
+
+def _check_content_type(value: str) -> None:
+    if not isinstance(value, str) or not _CONTENT_TYPE.fullmatch(value):
+        raise InvalidEvent("content_type", f"must be a media type of at most 200 ASCII characters, is {_shown(value)}")
+
+
+def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(headers, Mapping):
+        raise InvalidEvent("headers", f"must be a mapping, is {type(headers).__name__}")
+    if len(headers) > MAX_HEADERS:
+        raise InvalidEvent("headers", f"must be at most {MAX_HEADERS}, are {len(headers)}")
+    for name, value in headers.items():
+        if not isinstance(name, str) or not _HEADER.fullmatch(name):
+            raise InvalidEvent("headers", f"names must match {HEADER_PATTERN} (CloudEvents), one is {_shown(name)}")
+        if name in RESERVED:
+            raise InvalidEvent(f"headers.{name}", "is an attribute of the event itself")
+        if not isinstance(value, str):
+            raise InvalidEvent(f"headers.{name}", f"must be a string, is {type(value).__name__}")
+        if _CONTROL.search(value):
+            raise InvalidEvent(f"headers.{name}", "must not contain control characters or lone surrogates")
+        if len(value.encode()) > MAX_HEADER_BYTES:
+            raise InvalidEvent(f"headers.{name}", f"must be at most {MAX_HEADER_BYTES} bytes")
+    return dict(headers)
+
+
+# --- payloads ------------------------------------------------------------------------------------------------------
+
+
+def encode_json(payload: Any) -> bytes:
+    """Encode a payload as compact UTF-8 JSON, exactly or not at all.
+
+    Raises:
+        InvalidEvent: something in it has no exact JSON form; names the path (``payload.items[2]``).
+    """
+    plain = _plain(payload, "payload", 0)
+    return json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def decode_json(data: bytes) -> Any:
+    """Decode JSON strictly: UTF-8, no NaN or Infinity. Integers are exact.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    return json.loads(data.decode(), parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+_MAX_DEPTH = 64
+#: What msgspec leaves to `_plain`, which checks and names the path.
+_LEAVES = (Decimal, datetime, date, time, uuid.UUID, bytes, bytearray, memoryview)
+
+
+def _plain(value: Any, path: str, depth: int) -> Any:
+    """The value as JSON's own types, or InvalidEvent naming the path of what has no exact form."""
+    kind = type(value)
+    if kind is str:
+        if value.isascii():
+            return value
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InvalidEvent(path, "has a lone surrogate, which UTF-8 cannot hold") from None
+        return value
+    if kind is int or kind is bool or value is None:
+        return value
+    if kind is float:
+        if not math.isfinite(value):
+            raise InvalidEvent(path, f"is {value}, which JSON cannot hold")
+        return value
+    if depth > _MAX_DEPTH:
+        raise InvalidEvent(path, f"is nested deeper than {_MAX_DEPTH}")
+    if isinstance(value, Mapping):
+        plain = {}
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise InvalidEvent(path, f"has the key {_shown(key)}; keys must be strings")
+            name = _plain(str(key), f"{path}.<key>", depth)
+            plain[name] = _plain(item, f"{path}.{key}", depth + 1)
+        return plain
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
+    if isinstance(value, enum.Enum):
+        return _plain(value.value, path, depth + 1)
+    if isinstance(value, str):
+        return _plain(str.__str__(value), path, depth + 1)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return _plain(float(value), path, depth + 1)
+    if isinstance(value, Decimal):
+        if not value.is_finite():
+            raise InvalidEvent(path, f"is {value}, which JSON cannot hold")
+        return str(value)
+    if isinstance(value, datetime):
+        if value.tzinfo is None or value.utcoffset() is None:
+            raise InvalidEvent(path, "is a naive datetime; give it a time zone")
+        return value.isoformat()
+    if isinstance(value, time) and value.tzinfo is None:
+        raise InvalidEvent(path, "is a naive time; give it a time zone")
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, uuid.UUID):
+        return str(value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        raise InvalidEvent(path, "is bytes, which JSON cannot hold; make the whole payload bytes with a content_type")
+    if isinstance(value, msgspec.Struct):
+        return _plain(msgspec.to_builtins(value, builtin_types=_LEAVES), path, depth + 1)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return _plain(fields, path, depth + 1)
+    if hasattr(kind, "model_dump") and hasattr(kind, "model_fields"):  # pydantic 2, without depending on it
+        return _plain(value.model_dump(by_alias=True), path, depth + 1)
+    raise InvalidEvent(path, f"is a {kind.__name__}, which has no JSON form here")
+
+
+# --- the wire ------------------------------------------------------------------------------------------------------
+
+#: A row of the outbox as the relay reads it, in this order. Times are RFC 3339 text, headers JSON text.
+ROW: Final = ("event_id", "type", "key", "version", "data", "content_type", "time", "source", "headers")
+
+
+def wire(row: Sequence[Any]) -> list[str]:
+    """The wire fields of a row (see `ROW`), names and values in turn, all but ``data``, which travels beside them."""
+    event_id, kind, key, version, _data, content_type, when, source, headers = row
+    fields = ["id", event_id, "type", kind]
+    if key is not None:
+        fields += ("subject", key)
+    if version is not None:
+        fields += ("version", str(version))  # text: a Lua number is a double
+    if content_type is not None:
+        fields += ("datacontenttype", content_type)
+    if when is not None:
+        fields += ("time", when)
+    if source is not None:
+        fields += ("source", source)
+    if headers is not None:
+        for name, value in json.loads(headers).items():
+            fields += (name, value)
+    return fields
+
+
+def decode(topic: str, fields: Mapping[bytes, bytes], delivery_count: int = 1) -> Envelope:
+    """The event in a stream's entry. Unknown fields are headers; ``batch`` is the relay's own.
+
+    Raises:
+        UndecodableEntry: a required field is missing or one is malformed; names it.
+    """
+    rest = dict(fields)
+    raw_id = _text(rest, "id")
+    kind = _text(rest, "type")
+    data = rest.pop(b"data", None)
+    if raw_id is None:
+        raise UndecodableEntry("id", "is missing")
+    if kind is None or not kind:
+        raise UndecodableEntry("type", "is missing")
+    if data is None:
+        raise UndecodableEntry("data", "is missing")
+    try:
+        event_id = uuid.UUID(raw_id)
+    except ValueError:
+        raise UndecodableEntry("id", "is not a UUID") from None
+    version = None
+    raw_version = _text(rest, "version")
+    if raw_version is not None:
+        if not (raw_version.isascii() and raw_version.isdigit()) or len(raw_version) > 19:
+            raise UndecodableEntry("version", "is not an integer from 0 to 2**63-1")
+        version = int(raw_version)
+        if version > MAX_VERSION:
+            raise UndecodableEntry("version", "is not an integer from 0 to 2**63-1")
+    content_type = _text(rest, "datacontenttype") or JSON
+    payload: Any = data
+    if is_json(content_type):
+        try:
+            payload = decode_json(data)
+        except (ValueError, RecursionError):
+            raise UndecodableEntry("data", f"is not {content_type}") from None
+    raw_time = _text(rest, "time")
+    when = _instant(event_id)
+    if raw_time is not None:
+        try:
+            when = datetime.fromisoformat(raw_time)
+        except ValueError:
+            raise UndecodableEntry("time", "is not an RFC 3339 time") from None
+        if when.tzinfo is None:
+            raise UndecodableEntry("time", "has no time zone")
+    key = _text(rest, "subject")
+    source = _text(rest, "source")
+    rest.pop(b"batch", None)
+    rest.pop(b"specversion", None)
+    headers: dict[str, str] = {}
+    for name in rest:
+        try:
+            headers[name.decode()] = rest[name].decode()
+        except UnicodeDecodeError:
+            raise UndecodableEntry(name.decode(errors="replace"), "is not UTF-8") from None
+    return Envelope(
+        id=event_id, topic=topic, type=kind, data=data, payload=payload, key=key, version=version,
+        content_type=content_type, time=when, source=source, headers=headers, delivery_count=delivery_count,
+    )  # fmt: skip
+
+
+def _text(fields: dict[bytes, bytes], name: str) -> str | None:
+    raw = fields.pop(name.encode(), None)
+    if raw is None:
+        return None
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError:
+        raise UndecodableEntry(name, "is not UTF-8") from None
+    if "\x00" in text:
+        raise UndecodableEntry(name, "has a NUL character, which PostgreSQL cannot hold")
+    if len(text) > MAX_NAME:
+        raise UndecodableEntry(name, f"has more than {MAX_NAME} characters")
+    return text
+
+
+def _instant(event_id: uuid.UUID) -> datetime | None:
+    """The millisecond in a UUIDv7 (RFC 9562, section 5.7), or None for other versions."""
+    if event_id.version != 7:
+        return None
+    try:
+        return datetime.fromtimestamp((event_id.int >> 80) / 1000, UTC)
+    except (OverflowError, ValueError, OSError):
+        return None

@@ -1,0 +1,107 @@
+"""Every error of the product. One root; each error carries its data and says whether trying again can help.
+
+Foreign errors (psycopg, SQLAlchemy, redis) are translated where they are met: by SQLSTATE or by the error code that a
+Redis reply starts with, never by the text of a message. The cause is always kept as ``__cause__``.
+"""
+
+from __future__ import annotations
+
+
+class OutboxError(Exception):
+    """Root of all errors raised by `outbox` and `consumer`."""
+
+    #: Whether the same call may succeed later without anybody changing anything.
+    retryable = False
+
+
+class SettingsError(OutboxError):
+    """A setting is missing, malformed or contradicts another; nothing was started."""
+
+
+class InvalidEvent(OutboxError, ValueError):
+    """An event breaks a rule and was refused before any SQL: the caller's transaction is untouched.
+
+    Attributes:
+        field: the event's field, with the path inside a payload (``payload.items[2].price``).
+        rule: what the field must satisfy.
+    """
+
+    def __init__(self, field: str, rule: str) -> None:
+        super().__init__(f"{field}: {rule}")
+        self.field = field
+        self.rule = rule
+
+
+class NoTransaction(OutboxError):
+    """The connection is in autocommit mode: the event would not be part of the business transaction."""
+
+
+class UndecodableEntry(OutboxError):
+    """An entry of a stream is not an event: a field is missing or malformed.
+
+    Attributes:
+        field: the wire field.
+        rule: what the field must satisfy.
+    """
+
+    def __init__(self, field: str, rule: str) -> None:
+        super().__init__(f"{field}: {rule}")
+        self.field = field
+        self.rule = rule
+
+
+class TransportError(OutboxError):
+    """The transport (Redis, Valkey) did not do what was asked. Never the fault of an event.
+
+    Attributes:
+        code: the error's code as the server names it (``OOM``, ``READONLY``, …), or the client error's class.
+    """
+
+    retryable = True
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class TransportUnavailable(TransportError):
+    """The server cannot be reached or cannot work now: refused, timed out, loading, read-only, failing over."""
+
+
+class StreamUnusable(TransportError):
+    """One stream cannot be used (its key holds another type, …); the others can."""
+
+
+class GroupLost(TransportError):
+    """The consumer group or its stream is gone (FLUSHALL, DEL, XGROUP DESTROY); it is to be made again at 0."""
+
+
+class StaleRelay(OutboxError):
+    """A stream is in a later epoch than this relay's database: this relay's PostgreSQL is not the current one.
+
+    Attributes:
+        stream: the stream.
+        epoch: the stream's epoch.
+    """
+
+    def __init__(self, stream: str, epoch: int, ours: int) -> None:
+        super().__init__(
+            f"stream {stream} is in epoch {epoch}, this relay's database in epoch {ours}: "
+            "it is not the database that publishes now, so nothing is published from it"
+        )
+        self.stream = stream
+        self.epoch = epoch
+
+
+class AlreadySealed(OutboxError):
+    """Another relay sealed this batch number first; this one stands by."""
+
+    retryable = True
+
+
+class HandlerMisuse(OutboxError):
+    """A handler ended the transaction it was given (commit, rollback or close); its work is rolled back."""
+
+
+class SchemaError(OutboxError):
+    """The database's tables are missing or of another revision than this code."""

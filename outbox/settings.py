@@ -1,0 +1,200 @@
+"""Settings of the producer's side, and what both sides' settings are made of: frozen, validated when built.
+
+Values come from keyword arguments, else from the environment: ``DATABASE_URL`` and ``REDIS_URL``, then one variable a
+field with the prefix ``OUTBOX_``. The environment is read when a settings object is built, never on import. Addresses
+hold passwords: they are secrets here, and no error, repr or log shows them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Annotated, Any, ClassVar
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from outbox.envelope import DEFAULT_MAX_PAYLOAD_BYTES, TOPIC_PATTERN, check_topic
+from outbox.errors import InvalidEvent, SettingsError
+
+_SCHEMA = re.compile(r"[\w-][\w$ .-]*")
+_SECOND = 1.0
+
+
+def check_schema(name: str) -> str:
+    """Return `name` if it can be a schema of ours: letters, digits and ``_ - . $`` and spaces, at most 63 bytes.
+
+    Raises:
+        SettingsError: it cannot.
+    """
+    if not isinstance(name, str) or not _SCHEMA.fullmatch(name) or len(name.encode()) > 63:
+        raise SettingsError(
+            f"schema: must be letters, digits, '_', '-', '.', '$' or spaces, at most 63 bytes; is {name!r}"
+        )
+    if name.lower().startswith("pg_"):
+        raise SettingsError(f"schema: names that start with pg_ are PostgreSQL's own; is {name!r}")
+    return name
+
+
+def database_address(url: str) -> str:
+    """A PostgreSQL address as libpq takes it: a URL (also SQLAlchemy's ``postgresql+psycopg://``) or ``key=value``.
+
+    Raises:
+        SettingsError: it is malformed; the address is not shown, since it may hold a password.
+    """
+    address = re.sub(r"^postgres(ql)?(\+\w+)?://", "postgresql://", url)
+    try:
+        conninfo_to_dict(address)
+    except psycopg.Error:
+        raise SettingsError("DATABASE_URL: is not a PostgreSQL address (postgresql://user@host:port/name)") from None
+    return address
+
+
+def redis_address(url: str) -> str:
+    """A Redis or Valkey URL: ``redis://``, ``rediss://``, ``unix://``, or the same with ``valkey``.
+
+    Raises:
+        SettingsError: it is malformed; the address is not shown, since it may hold a password.
+    """
+    from redis.connection import parse_url
+
+    address = re.sub(r"^valkey(s?)://", r"redis\1://", url)
+    try:
+        parse_url(address)
+    except ValueError:
+        raise SettingsError("REDIS_URL: is not a Redis address (redis://host:port/0)") from None
+    return address
+
+
+def _secret(check: Any) -> Any:
+    def validate(value: SecretStr) -> SecretStr:
+        try:
+            return SecretStr(check(value.get_secret_value()))
+        except SettingsError as error:
+            raise ValueError(str(error).partition(": ")[2]) from None
+
+    return AfterValidator(validate)
+
+
+def _schema(value: str) -> str:
+    try:
+        return check_schema(value)
+    except SettingsError as error:
+        raise ValueError(str(error).partition(": ")[2]) from None
+
+
+def _lanes(value: object) -> object:
+    if isinstance(value, str):
+        pairs = [item.partition("=") for item in value.split(",") if item.strip()]
+        if not all(sep and count.strip().isdigit() for _, sep, count in pairs):
+            raise ValueError("must look like payments=8,orders=2")
+        value = {topic.strip(): int(count) for topic, _, count in pairs}
+    if isinstance(value, dict):
+        for topic, count in value.items():
+            try:
+                check_topic(topic)
+            except InvalidEvent:
+                raise ValueError(f"a topic must match {TOPIC_PATTERN}, one is {topic!r}") from None
+            if not isinstance(count, int) or not 1 <= count <= 1024:
+                raise ValueError(f"a topic has 1 to 1024 lanes, {topic} is set to {count!r}")
+    return value
+
+
+DatabaseUrl = Annotated[SecretStr, _secret(database_address)]
+RedisUrl = Annotated[SecretStr, _secret(redis_address)]
+SchemaName = Annotated[str, AfterValidator(_schema)]
+Lanes = Annotated[dict[str, int], NoDecode, BeforeValidator(_lanes)]
+
+
+class Settings(BaseSettings):
+    """What both sides need to know. Errors name the variable and the rule, and never show a value that may be secret.
+
+    Raises:
+        SettingsError: a value is missing, malformed or contradicts another.
+    """
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", hide_input_in_errors=True, populate_by_name=True, env_ignore_empty=True
+    )
+
+    #: PostgreSQL: a URL or libpq's key=value form. No default.
+    database_url: DatabaseUrl = Field(validation_alias=AliasChoices("database_url", "DATABASE_URL"))
+    #: Redis or Valkey URL. No default.
+    redis_url: RedisUrl = Field(validation_alias=AliasChoices("redis_url", "REDIS_URL"))
+    #: Put before every Redis key, so that installations can share a server. Default: nothing.
+    #: Relay and consumers share ``OUTBOX_KEY_PREFIX``.
+    key_prefix: str = Field(
+        "", pattern=r"^[A-Za-z0-9._/:-]{0,100}$", validation_alias=AliasChoices("key_prefix", "OUTBOX_KEY_PREFIX")
+    )
+    #: Lanes (streams) a topic is spread over by hash of the key: ``payments=8,orders=2``. Relay and consumers
+    #: share ``OUTBOX_LANES``; a consumer checks it against what the relay wrote beside the stream. Default: one lane each.
+    lanes: Lanes = Field(default_factory=dict, validation_alias=AliasChoices("lanes", "OUTBOX_LANES"))
+    #: Longest time to wait for Redis' answer, in seconds, beyond what a blocking read waits by itself. Default 5.
+    redis_timeout_seconds: float = Field(5 * _SECOND, gt=0, le=300)
+    #: File touched after every round of work, for health checks of a container. Default: none.
+    heartbeat_file: str | None = None
+
+    #: Environment prefix, for error messages.
+    prefix: ClassVar[str] = "OUTBOX_"
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise SettingsError("; ".join(self._explain(dict(item)) for item in error.errors())) from None
+
+    @classmethod
+    def _explain(cls, item: dict[str, Any]) -> str:
+        name = str(item["loc"][0]) if item["loc"] else ""
+        shown = name.upper()
+        if shown.lower() in cls.model_fields and shown not in ("DATABASE_URL", "REDIS_URL"):
+            shown = cls.prefix + shown.removesuffix("_NAME")
+        rule = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "missing":
+            rule = "is not set"
+        return f"{shown}: {rule}" if name else rule
+
+
+class RelaySettings(Settings):
+    """Settings of `outbox relay`; environment prefix ``OUTBOX_``."""
+
+    model_config = SettingsConfigDict(env_prefix="OUTBOX_")
+
+    #: Schema of the outbox tables. Default ``public``.
+    schema_name: SchemaName = Field("public", validation_alias=AliasChoices("schema_name", "OUTBOX_SCHEMA"))
+    #: Most events in a batch: one Redis script call for each stream it touches, about 4 µs an event during which Redis
+    #: serves nobody else. Default 1000.
+    batch_rows: int = Field(1000, ge=1, le=10_000)
+    #: Most payload bytes in a batch (a batch holds at least one event, however large). Default 4 MiB.
+    batch_bytes: int = Field(4 * DEFAULT_MAX_PAYLOAD_BYTES, ge=1024, le=64 * DEFAULT_MAX_PAYLOAD_BYTES)
+    #: Shortest and longest pause between looks at the outbox, in seconds; the pause grows while nothing comes. A look at
+    #: an idle outbox costs two index probes. Defaults 0.005 and 0.1.
+    poll_min_seconds: float = Field(0.005, gt=0, le=10)
+    poll_max_seconds: float = Field(0.1, gt=0, le=60)
+    #: How often the streams' markers are looked at, so that a loss in Redis is repaired without waiting for the next
+    #: event; also how often a relay that stands by looks whether it is needed. Default 1.
+    check_seconds: float = Field(_SECOND, gt=0, le=60)
+    #: Longest pause between tries while Redis or PostgreSQL fails, in seconds; pauses grow from 0.05 with jitter. Default 2.
+    backoff_max_seconds: float = Field(2 * _SECOND, gt=0, le=60)
+    #: Positions in one partition of the outbox. Whole partitions are dropped, never rows. Default 1,000,000.
+    partition_rows: int = Field(1_000_000, ge=1000, le=1_000_000_000)
+    #: Empty partitions kept ahead of the newest position. Default 3.
+    partitions_ahead: int = Field(3, ge=1, le=100)
+
+    def model_post_init(self, _context: Any) -> None:
+        if self.poll_min_seconds > self.poll_max_seconds:
+            raise SettingsError("OUTBOX_POLL_MIN_SECONDS must not be longer than OUTBOX_POLL_MAX_SECONDS")
+
+
+def database_url_from_environment() -> str:
+    """``DATABASE_URL`` for commands that need nothing else.
+
+    Raises:
+        SettingsError: it is not set or malformed.
+    """
+    url = os.environ.get("DATABASE_URL")
+    if not url:
+        raise SettingsError("DATABASE_URL: is not set")
+    return database_address(url)
