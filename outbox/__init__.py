@@ -1,0 +1,17 @@
+"""Transactional outbox: record events in the transaction of your business data; a relay publishes them to Redis."""
+
+from outbox.envelope import Envelope, Event
+from outbox.errors import InvalidEvent, NoTransaction, OutboxError, SettingsError
+from outbox.writer import Writer, record, record_async
+
+__all__ = [
+    "Envelope",
+    "Event",
+    "InvalidEvent",
+    "NoTransaction",
+    "OutboxError",
+    "SettingsError",
+    "Writer",
+    "record",
+    "record_async",
+]

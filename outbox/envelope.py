@@ -60,7 +60,21 @@ TOPIC_PATTERN: Final = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}"
 HEADER_PATTERN: Final = r"[a-z][a-z0-9]{0,39}"
 #: Attribute names that are the envelope's own, and so cannot be headers.
 RESERVED: Final = frozenset(
-    "id source specversion type subject time datacontenttype dataschema data database64 version batch topic".split()
+    [
+        "id",
+        "source",
+        "specversion",
+        "type",
+        "subject",
+        "time",
+        "datacontenttype",
+        "dataschema",
+        "data",
+        "database64",
+        "version",
+        "batch",
+        "topic",
+    ]
 )
 _TOPIC = re.compile(TOPIC_PATTERN)
 _HEADER = re.compile(HEADER_PATTERN)
@@ -122,7 +136,9 @@ class Event:
             if not isinstance(self.time, datetime):
                 raise InvalidEvent("time", f"must be a datetime, is {type(self.time).__name__}")
             if self.time.tzinfo is None or self.time.utcoffset() is None:
-                raise InvalidEvent("time", "must carry a time zone; a naive datetime means a different instant elsewhere")
+                raise InvalidEvent(
+                    "time", "must carry a time zone; a naive datetime means a different instant elsewhere"
+                )
         object.__setattr__(self, "headers", _checked_headers(self.headers))
         if isinstance(self.payload, bytes | bytearray | memoryview):
             if self.content_type is None:

@@ -1,0 +1,479 @@
+"""The relay: seals batches of the outbox and brings every stream up to the newest one.
+
+Two things happen, and each may die between any two statements:
+
+* `_seal_next` reads the next page of the outbox and seals it in PostgreSQL. From then on it is the same for ever.
+* `_bring` publishes a sealed batch to each stream it touches, if the stream stands where it should (compare-and-set).
+
+A stream that does not (new, restarted, failed before, flushed, restored, published by another relay, replayed) is *behind*,
+and there is one way to mend it, `_catch_up`: publish from the batch it shows up to the newest. Sealed batches that nobody
+published are found in the same way. What is published twice, consumers recognise by its event id.
+
+Any number of relays may run. Sealing decides: the one that loses a number stands by and looks again after a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import psycopg
+import tenacity
+
+from outbox import schema as schemas
+from outbox.envelope import wire
+from outbox.errors import AlreadySealed, StaleRelay, TransportError, TransportUnavailable
+from outbox.settings import RelaySettings
+from outbox.store import BEGINNING, Batch, Connection, Row, Store, StreamPart, Window
+from outbox.telemetry import Observer, Published, Sealed, StandBy, StreamBehind, StreamFailed, guarded
+from outbox.transport import Marker, Part, StreamTransport, Transport
+from outbox.transport.base import stream_of, topic_of
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+#: Batches in one round, so that markers and partitions are looked after under permanent backlog too.
+_ROUND_BATCHES = 100
+_PARTITION_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class Counts:
+    """What one round did.
+
+    Attributes:
+        sealed: events sealed into batches.
+        published: events published for the first time.
+        repaired: events published while bringing a stream up to date.
+        behind: streams that could not be brought up to date in this round.
+        standing_by: another relay is at work.
+    """
+
+    sealed: int = 0
+    published: int = 0
+    repaired: int = 0
+    behind: int = 0
+    standing_by: bool = False
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What the relay believes of a stream: its newest sealed batch, and the marker there (wrong beliefs do no harm)."""
+
+    seq: int = 0
+    token: str = ""
+    marker: Marker | None = None
+    current: bool = False  # the marker is that of the newest sealed batch
+
+
+@dataclass(slots=True)
+class _Sealed:
+    """A sealed batch with its rows in memory, by stream."""
+
+    batch: Batch
+    slices: dict[str, list[Row]]
+    lanes: dict[str, int] = field(default_factory=dict)
+
+
+class Relay:
+    """Publishes the outbox of one schema of one database.
+
+    Args:
+        settings: see `outbox.settings.RelaySettings`.
+        transport: where to publish; default: streams at ``settings.redis_url``.
+        observer: gets the measurements of `outbox.telemetry`.
+    """
+
+    def __init__(
+        self, settings: RelaySettings, *, transport: Transport | None = None, observer: Observer | None = None
+    ) -> None:
+        self._settings = settings
+        self._transport: Transport = transport or StreamTransport.from_url(
+            settings.redis_url.get_secret_value(),
+            prefix=settings.key_prefix,
+            timeout_seconds=settings.redis_timeout_seconds,
+        )
+        self._observe = guarded(observer)
+        self._store = Store(settings.schema_name)
+        self._stopping = threading.Event()
+        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="outbox-seal")
+        self._connection: Connection | None = None
+        self._epoch = 1
+        self._seq = 0
+        self._window = Window(BEGINNING, BEGINNING, 0, False)
+        self._streams: dict[str, _Stream] = {}
+        self._loaded = False
+        self._check_due = 0.0
+        self._partitions_due = 0.0
+
+    # --- running ---
+
+    def run(self) -> None:
+        """Publish until `stop` is called; backs off while PostgreSQL or Redis fails, and goes on when they do.
+
+        Raises:
+            SchemaError: the tables are missing or of another revision.
+        """
+        pause = self._settings.poll_min_seconds
+        while not self._stopping.is_set():
+            counts = self._retrying(self.run_once)
+            if counts is None:
+                break
+            self._beat()
+            if counts.standing_by:
+                pause = self._settings.check_seconds
+            elif counts.sealed:
+                pause = self._settings.poll_min_seconds
+            else:
+                pause = min(max(pause, self._settings.poll_min_seconds) * 1.5, self._settings.poll_max_seconds)
+            self._stopping.wait(pause)
+        self.close()
+
+    def stop(self) -> None:
+        """Finish the batch at hand and return from `run`; may be called from a signal handler or another thread."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._ahead.shutdown(wait=True)
+        self._disconnect()
+        self._transport.close()
+
+    def _retrying(self, call: Callable[[], T]) -> T | None:
+        """The call's result, however often it takes; None if stopped meanwhile."""
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(_worth_retrying),
+            wait=tenacity.wait_exponential_jitter(
+                initial=0.05, max=self._settings.backoff_max_seconds, jitter=self._settings.backoff_max_seconds / 4
+            ),
+            stop=tenacity.stop_when_event_set(self._stopping),
+            sleep=tenacity.sleep_using_event(self._stopping),
+            before_sleep=self._failed,
+        )
+        try:
+            return retrying(call)
+        except tenacity.RetryError:
+            return None
+
+    def _failed(self, state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        level = logging.WARNING if state.attempt_number in (1, 10) or state.attempt_number % 100 == 0 else logging.DEBUG
+        _log.log(
+            level,
+            "relay waits, try %d: %s",
+            state.attempt_number,
+            _one_line(error),
+            extra={"action": "relay_waits", "error": type(error).__name__},
+        )
+        self._disconnect()
+        self._beat()
+
+    def _beat(self) -> None:
+        if self._settings.heartbeat_file:
+            Path(self._settings.heartbeat_file).touch()
+
+    # --- one round ---
+
+    def run_once(self) -> Counts:
+        """Bring every stream up to date: look at the markers if that is due, then seal and publish what is new.
+
+        Raises:
+            psycopg.OperationalError: PostgreSQL cannot be reached or cannot work.
+            TransportUnavailable: Redis cannot be reached or cannot work.
+            StaleRelay: this database is not the one that publishes now.
+            SchemaError: the tables are missing or of another revision.
+        """
+        counts = Counts()
+        try:
+            self._load()
+            if time.monotonic() >= self._check_due:
+                self._check(counts)
+                self._check_due = time.monotonic() + self._settings.check_seconds
+            self._drain(counts)
+        except AlreadySealed:
+            # Somebody else is at work. Everything believed is forgotten, and read again next time.
+            self._observe(StandBy(self._seq + 1))
+            self._loaded = False
+            counts.standing_by = True
+        except BaseException:
+            self._loaded = False
+            raise
+        counts.behind = sum(not stream.current for stream in self._streams.values())
+        return counts
+
+    def _drain(self, counts: Counts) -> None:
+        """Seal and publish batches until nothing is new; the next is read and sealed while one is published."""
+        sealed = self._seal_next()
+        for number in range(_ROUND_BATCHES):
+            if sealed is None:
+                return
+            counts.sealed += sealed.batch.events
+            self._beat()
+            last = self._stopping.is_set() or number == _ROUND_BATCHES - 1
+            ahead = None if last else self._ahead.submit(self._seal_next)
+            try:
+                self._publish(sealed, counts)
+            finally:
+                # The connection is used by one of both at a time: nothing below or above runs before this has returned.
+                following = None if ahead is None else _settled(ahead.result)
+            if isinstance(following, BaseException):
+                raise following
+            sealed = following
+
+    def _load(self) -> None:
+        """Read where the outbox stands, after a start and whenever another relay may have moved it."""
+        connection = self._connect()
+        if time.monotonic() >= self._partitions_due:
+            self._make_partitions(connection)
+        if self._loaded:
+            return
+        self._epoch = self._store.epoch(connection)
+        newest = self._store.newest(connection)
+        self._seq = newest.seq if newest else 0
+        self._window = newest.rest if newest else Window(BEGINNING, BEGINNING, 0, False)
+        self._streams = {head.stream: _Stream(head.seq, head.token) for head in self._store.heads(connection)}
+        self._check_due = 0.0
+        self._loaded = True
+
+    def _make_partitions(self, connection: Connection) -> None:
+        self._partitions_due = time.monotonic() + _PARTITION_SECONDS
+        try:
+            made = self._store.make_partitions(
+                connection, self._settings.partition_rows, self._settings.partitions_ahead
+            )
+            if made:
+                _log.info("made %d partitions of the outbox", made, extra={"action": "partitions_made"})
+        except psycopg.errors.InsufficientPrivilege as error:
+            self._partitions_due = time.monotonic() + 600
+            _log.warning(
+                "cannot make partitions of the outbox, events stay in the default one: %s",
+                _one_line(error),
+                extra={"action": "partitions_denied"},
+            )
+
+    # --- sealing ---
+
+    def _seal_next(self) -> _Sealed | None:
+        """Read the next page of the outbox and seal it; None if nothing is new."""
+        connection, settings = self._connect(), self._settings
+        window = self._window if self._window.open else self._store.advance(connection, self._window)
+        self._window = window
+        if not window.open:
+            return None
+        rows, done = self._store.page(connection, window, settings.batch_rows, settings.batch_bytes)
+        if not rows:
+            self._window = replace(window, prev=window.snap, open=False)
+            return None
+        slices: dict[str, list[Row]] = {}
+        lanes = settings.lanes
+        for row in rows:
+            topic = row[1]
+            stream = stream_of(topic, row[4], lanes[topic]) if topic in lanes else topic
+            found = slices.get(stream)
+            if found is None:
+                slices[stream] = [row]
+            else:
+                found.append(row)
+        parts = [StreamPart(stream, lanes.get(topic_of(stream), 1), len(some)) for stream, some in slices.items()]
+        batch = Batch(
+            seq=self._seq + 1, token="", epoch=self._epoch, prev=window.prev, snap=window.snap,
+            after=window.after, last=rows[-1][0], done=done, events=len(rows),
+        )  # fmt: skip
+        batch = self._store.seal(connection, batch, parts)
+        self._seq, self._window = batch.seq, batch.rest
+        self._observe(Sealed(batch.seq, batch.events, len(parts)))
+        return _Sealed(batch, slices, {part.stream: part.lanes for part in parts})
+
+    # --- publishing ---
+
+    def _publish(self, sealed: _Sealed, counts: Counts) -> None:
+        """Publish a batch just sealed to the streams that were up to date before it; the others catch up later.
+
+        Raises:
+            TransportUnavailable: Redis refused it for every stream, so that it makes no sense to go on sealing.
+        """
+        batch, parts = sealed.batch, []
+        for name, rows in sealed.slices.items():
+            stream = self._streams.setdefault(name, _Stream(current=True))
+            marker = Marker(self._epoch, batch.seq, batch.token)
+            if stream.current:
+                parts.append(_part(name, stream.marker, marker, rows, sealed.lanes[name]))
+            stream.seq, stream.token = batch.seq, batch.token
+        started = time.monotonic()
+        try:
+            answers = self._transport.publish(parts) if parts else []
+        except TransportError:
+            for part in parts:
+                self._streams[part.stream].current = False
+            raise
+        refused: list[TransportUnavailable] = []
+        for part, answer in zip(parts, answers, strict=True):
+            stream = self._streams[part.stream]
+            if answer == part.marker:
+                stream.marker = answer
+                counts.published += len(part.data)
+                self._observe(Published(part.stream, batch.seq, len(part.data), False, time.monotonic() - started))
+                continue
+            stream.current = False
+            self._check_due = 0.0
+            if isinstance(answer, TransportError):
+                self._blame(part.stream, answer)
+                if isinstance(answer, TransportUnavailable):
+                    refused.append(answer)
+        if parts and len(refused) == len(parts):
+            raise refused[0]
+
+    def _check(self, counts: Counts) -> None:
+        """Look at every stream's marker, and mend what is behind."""
+        if not self._streams:
+            return
+        markers = self._transport.markers(list(self._streams))
+        for name, found in markers.items():
+            stream = self._streams[name]
+            if isinstance(found, TransportError):
+                stream.current = False
+                self._blame(name, found)
+                if isinstance(found, TransportUnavailable):
+                    raise found
+            elif found is None or (found.seq, found.token) != (stream.seq, stream.token):
+                stream.current = False
+                self._catch_up(name, stream, found, counts)
+            else:
+                stream.current, stream.marker = True, found
+                if found.epoch != self._epoch:
+                    self._catch_up(name, stream, found, counts)
+            if self._stopping.is_set():
+                return
+
+    def _catch_up(self, name: str, stream: _Stream, found: Marker | None, counts: Counts) -> None:
+        """Bring a stream from the batch that it shows up to the newest one.
+
+        A marker that is not the expected one, at any step, is where to go on from: another relay may do the same, and
+        Redis may lose data again meanwhile.
+        """
+        connection, started, repaired = self._connect(), time.monotonic(), 0
+        after = self._after(connection, name, found)
+        self._observe(StreamBehind(name, after))
+        while True:
+            batches = self._store.batches_after(connection, name, after, 32)
+            if not batches:
+                break
+            for batch, share in batches:
+                rows = [
+                    row
+                    for row in self._store.read_again(connection, batch, topic_of(name))
+                    if stream_of(row[1], row[4], share.lanes) == name
+                ]
+                marker = Marker(self._epoch, batch.seq, batch.token)
+                (answer,) = self._transport.publish([_part(name, found, marker, rows, share.lanes)])
+                self._beat()
+                if isinstance(answer, TransportError):
+                    stream.current = False
+                    self._blame(name, answer)
+                    if isinstance(answer, TransportUnavailable):
+                        raise answer
+                    return
+                if answer != marker:
+                    found = answer
+                    after = self._after(connection, name, found)
+                    break
+                found, after = marker, batch.seq
+                repaired += len(rows)
+                self._observe(Published(name, batch.seq, len(rows), True, time.monotonic() - started))
+                if self._stopping.is_set():
+                    return
+        counts.repaired += repaired
+        if found is not None and found.epoch < self._epoch:  # nothing to publish, but the stream is in our epoch now
+            stamped = Marker(self._epoch, found.seq, found.token)
+            (answer,) = self._transport.publish([Part(name, found, stamped, [], [])])
+            if answer != stamped:
+                return
+            found = stamped
+        stream.marker = found
+        stream.current = True
+        if found is not None and found.seq > stream.seq:  # another relay sealed and published meanwhile
+            stream.seq, stream.token = found.seq, found.token
+        if repaired:
+            _log.info(
+                "stream %s brought up to batch %d: %d events published again or late",
+                name, after, repaired, extra={"action": "stream_repaired", "stream": name, "events": repaired},
+            )  # fmt: skip
+
+    def _after(self, connection: Connection, name: str, found: Marker | None) -> int:
+        """The batch after which a stream with marker `found` is to be published again; 0: everything that is kept.
+
+        Raises:
+            StaleRelay: the stream is in an epoch that this database knows nothing of.
+        """
+        if found is None:
+            return 0
+        if found.epoch > self._epoch:
+            self._epoch = self._store.epoch(connection)
+            if found.epoch > self._epoch:
+                raise StaleRelay(name, found.epoch, self._epoch)
+        if self._store.token(connection, found.seq) == found.token:
+            return found.seq
+        oldest = self._store.oldest_seq(connection)
+        if oldest is not None and found.seq < oldest:
+            return found.seq
+        # PostgreSQL went back: the stream holds a batch that this database no longer knows.
+        newer = max(self._epoch, found.epoch) + 1
+        self._store.open_epoch(connection, newer)
+        self._epoch = self._store.epoch(connection)
+        _log.error(
+            "stream %s has batch %d, which this database no longer knows (restored, or failed over to a replica that was "
+            "behind): opening epoch %d and publishing again what is kept",
+            name, found.seq, self._epoch, extra={"action": "epoch_opened", "stream": name, "epoch": self._epoch},
+        )  # fmt: skip
+        return 0
+
+    def _blame(self, name: str, error: TransportError) -> None:
+        _log.warning(
+            "stream %s cannot be published to: %s", name, error, extra={"action": "stream_failed", "stream": name}
+        )
+        self._observe(StreamFailed(name, error.code))
+
+    # --- the connection ---
+
+    def _connect(self) -> Connection:
+        if self._connection is None or self._connection.closed:
+            self._connection = schemas.connect(
+                self._settings.database_url.get_secret_value(), "outbox relay", autocommit=True
+            )
+            schemas.check_revision(self._connection, "outbox", self._settings.schema_name)
+        return self._connection
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _part(name: str, expected: Marker | None, marker: Marker, rows: list[Row], lanes: int) -> Part:
+    """A stream's share of a batch on the wire; its last entry says which batch ends here."""
+    fields = [wire(row[2:11]) for row in rows]
+    if fields:
+        fields[-1] += ("batch", str(marker.seq))
+    return Part(name, expected, marker, fields, [row[6] for row in rows], lanes)
+
+
+def _settled(result: Callable[[], T]) -> T | BaseException:
+    try:
+        return result()
+    except BaseException as error:  # handed to the thread that waits
+        return error
+
+
+def _worth_retrying(error: BaseException) -> bool:
+    return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError | TransportError | StaleRelay)
+
+
+def _one_line(error: BaseException | None) -> str:
+    return " ".join(str(error).split())

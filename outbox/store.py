@@ -1,0 +1,333 @@
+"""All SQL of the producer's side: the insert of the writer, and how the relay reads the outbox without touching it.
+
+Invariants:
+
+* Rows of the outbox are inserted once and never updated or deleted. (One exception moves rows from the default partition
+  to their own, see `outbox.schema.make_partitions`; a moved row keeps its position and transaction id.)
+* The relay reads **windows between two snapshots**: the rows visible in `snap` and not in `prev`, ordered by position.
+  Ids are handed out before commit, so neither a last id nor a lowest running transaction will do: the first loses
+  what commits late, the second stops for any open transaction and breaks the order of a key. In a window nothing is
+  lost, since every committed row is visible in some snapshot for the first time; and one key's events keep commit order,
+  since two transactions that change a key wait for each other: the later one's event is never visible in an earlier
+  window, and has the higher position inside one. The idea is that of PgQ.
+* A **sealed** batch is (prev, snap, after, last]: reading it again gives the same rows in the same order, since
+  visibility in a given snapshot never changes.
+* ``outbox_batch.seq`` is dense and unique: of two relays that seal the same number one fails, whatever it believes.
+
+Every name is qualified with the schema; everything works in autocommit, through a transaction pooler, and with an empty
+search_path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Final
+
+import psycopg
+from psycopg import sql
+
+from outbox import schema as schemas
+from outbox.errors import AlreadySealed
+from outbox.tables import COLUMNS
+
+Connection = psycopg.Connection[Any]
+Row = tuple[Any, ...]  #: position, topic, then `outbox.envelope.ROW`
+
+#: A snapshot in which nothing is visible.
+BEGINNING: Final = "1:1:"
+#: Rows of the default partition that are moved to a partition of their own; more are left where they are.
+MOVED_ROWS: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Where the relay reads: rows visible in `snap` and not in `prev`, at positions above `after`.
+
+    `open` says whether there may be such rows; a closed window only remembers `prev`.
+    """
+
+    prev: str
+    snap: str
+    after: int
+    open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A sealed batch; `done` if it is the last of its window."""
+
+    seq: int
+    token: str
+    epoch: int
+    prev: str
+    snap: str
+    after: int
+    last: int
+    done: bool
+    events: int
+
+    @property
+    def rest(self) -> Window:
+        """Where to read on after this batch."""
+        if self.done:
+            return Window(prev=self.snap, snap=self.snap, after=self.last, open=False)
+        return Window(prev=self.prev, snap=self.snap, after=self.last, open=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPart:
+    """A stream's share of a batch."""
+
+    stream: str
+    lanes: int
+    events: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamHead:
+    """The newest batch that a stream is made of."""
+
+    stream: str
+    seq: int
+    token: str
+
+
+class Store:
+    """The statements, for one schema. Connections are in autocommit mode and passed in by the caller."""
+
+    def __init__(self, schema: str = "public") -> None:
+        self.schema = schema
+        self._names = {
+            name: sql.Identifier(schema, name) for name in ("outbox", "outbox_batch", "outbox_stream", "outbox_epoch")
+        }
+        self._composed: dict[str, sql.Composed] = {}
+
+    def _sql(self, statement: str) -> sql.Composed:
+        composed = self._composed.get(statement)
+        if composed is None:
+            composed = self._composed[statement] = sql.SQL(statement).format(**self._names)
+        return composed
+
+    # --- reading the outbox ---
+
+    def advance(self, connection: Connection, window: Window) -> Window:
+        """The next window after a closed one: open if anything has become visible since, else with a newer `prev`.
+
+        Uses outbox_xid twice (two probes for a partition when idle); locks nothing. The two bounds matter: without them
+        a bulk transaction's uncommitted rows would be walked by every look. MATERIALIZED keeps the planner from walking
+        the primary key for the smallest position.
+        """
+        row = connection.execute(
+            self._sql("""
+            WITH fresh AS MATERIALIZED (
+                SELECT position FROM {outbox}
+                WHERE xid >= pg_snapshot_xmax(%(prev)s::pg_snapshot) AND xid < pg_snapshot_xmax(pg_current_snapshot())
+                UNION ALL
+                SELECT position FROM {outbox}
+                WHERE xid = ANY (ARRAY(
+                    SELECT x FROM pg_snapshot_xip(%(prev)s::pg_snapshot) x
+                    WHERE pg_visible_in_snapshot(x, pg_current_snapshot())))
+            )
+            SELECT pg_current_snapshot()::text, min(position) FROM fresh
+            """),
+            {"prev": window.prev},
+        ).fetchone()
+        assert row is not None
+        snap, low = row
+        if low is None:
+            return Window(prev=snap, snap=snap, after=window.after, open=False)
+        return Window(prev=window.prev, snap=snap, after=low - 1, open=True)
+
+    def page(self, connection: Connection, window: Window, rows: int, size_bytes: int) -> tuple[list[Row], bool]:
+        """The next rows of an open window, at most `rows` and `size_bytes` of payload (but one at least), and whether
+        they are its last. Walks the primary key from `after`; locks nothing."""
+        found = self._rows(
+            connection,
+            self._sql("""
+            SELECT position, topic, event_id::text, type, key, version, data, content_type,
+                   to_char("time" AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'), source, headers::text, bytes
+            FROM (
+                SELECT *, sum(octet_length(data)) OVER (ORDER BY position ROWS UNBOUNDED PRECEDING) AS bytes
+                FROM {outbox}
+                WHERE position > %(after)s
+                  AND NOT pg_visible_in_snapshot(xid, %(prev)s::pg_snapshot)
+                  AND pg_visible_in_snapshot(xid, %(snap)s::pg_snapshot)
+                ORDER BY position LIMIT %(rows)s
+            ) page
+            WHERE bytes - octet_length(data) < %(bytes)s
+            ORDER BY position
+            """),
+            {
+                "after": window.after, "prev": window.prev, "snap": window.snap, "rows": rows, "bytes": size_bytes
+            },
+        )  # fmt: skip
+        done = len(found) < rows and (not found or found[-1][-1] < size_bytes)
+        return found, done
+
+    def read_again(self, connection: Connection, batch: Batch, topic: str) -> list[Row]:
+        """The rows of a sealed batch that are of one topic, in order. Walks the primary key between two positions."""
+        return self._rows(
+            connection,
+            self._sql("""
+            SELECT position, topic, event_id::text, type, key, version, data, content_type,
+                   to_char("time" AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'), source, headers::text
+            FROM {outbox}
+            WHERE position > %(after)s AND position <= %(last)s
+              AND NOT pg_visible_in_snapshot(xid, %(prev)s::pg_snapshot)
+              AND pg_visible_in_snapshot(xid, %(snap)s::pg_snapshot)
+              AND topic = %(topic)s
+            ORDER BY position
+            """),
+            {
+                "after": batch.after, "last": batch.last, "prev": batch.prev, "snap": batch.snap, "topic": topic
+            },
+        )  # fmt: skip
+
+    @staticmethod
+    def _rows(connection: Connection, statement: sql.Composed, parameters: dict[str, Any]) -> list[Row]:
+        with connection.cursor(binary=True) as cursor:
+            return cursor.execute(statement, parameters).fetchall()
+
+    # --- batches ---
+
+    def seal(self, connection: Connection, batch: Batch, parts: Sequence[StreamPart]) -> Batch:
+        """Seal a batch (its token is made here) with what it brings to each stream; durable when it returns.
+
+        Raises:
+            AlreadySealed: another relay has sealed this number.
+        """
+        try:
+            row = connection.execute(
+                self._sql("""
+                WITH sealed AS (
+                    INSERT INTO {outbox_batch} (seq, epoch, prev, snap, after, last, done, events)
+                    VALUES (%s, %s, %s::pg_snapshot, %s::pg_snapshot, %s, %s, %s, %s)
+                    RETURNING seq, token
+                ), parts AS (
+                    INSERT INTO {outbox_stream} (stream, seq, lanes, events)
+                    SELECT part.stream, sealed.seq, part.lanes, part.events
+                    FROM sealed, unnest(%s::text[], %s::integer[], %s::integer[]) AS part (stream, lanes, events)
+                )
+                SELECT token::text FROM sealed
+                """),
+                (
+                    batch.seq, batch.epoch, batch.prev, batch.snap, batch.after, batch.last, batch.done, batch.events,
+                    [p.stream for p in parts], [p.lanes for p in parts], [p.events for p in parts],
+                ),
+            ).fetchone()  # fmt: skip
+        except psycopg.errors.UniqueViolation as error:
+            raise AlreadySealed(f"batch {batch.seq} is another relay's") from error
+        assert row is not None
+        return replace(batch, token=row[0])
+
+    _BATCH = "b.seq, b.token::text, b.epoch, b.prev::text, b.snap::text, b.after, b.last, b.done, b.events"
+
+    def newest(self, connection: Connection) -> Batch | None:
+        """The newest sealed batch. Walks outbox_batch_pkey backwards."""
+        row = connection.execute(
+            self._sql(f"SELECT {self._BATCH} FROM {{outbox_batch}} b ORDER BY b.seq DESC LIMIT 1")
+        ).fetchone()
+        return Batch(*row) if row else None
+
+    def oldest_seq(self, connection: Connection) -> int | None:
+        """The oldest batch that is still there. Walks outbox_batch_pkey."""
+        row = connection.execute(self._sql("SELECT min(seq) FROM {outbox_batch}")).fetchone()
+        assert row is not None
+        return None if row[0] is None else int(row[0])
+
+    def token(self, connection: Connection, seq: int) -> str | None:
+        """The token of a batch, None if it is not there. Uses outbox_batch_pkey."""
+        row = connection.execute(self._sql("SELECT token::text FROM {outbox_batch} WHERE seq = %s"), (seq,)).fetchone()
+        return row[0] if row else None
+
+    def batches_after(
+        self, connection: Connection, stream: str, seq: int, limit: int
+    ) -> list[tuple[Batch, StreamPart]]:
+        """The next batches that a stream is made of, oldest first. Uses outbox_stream_pkey and outbox_batch_pkey."""
+        rows = connection.execute(
+            self._sql(f"""
+            SELECT {self._BATCH}, s.stream, s.lanes, s.events
+            FROM {{outbox_stream}} s JOIN {{outbox_batch}} b USING (seq)
+            WHERE s.stream = %s AND s.seq > %s ORDER BY s.seq LIMIT %s
+            """),
+            (stream, seq, limit),
+        ).fetchall()
+        return [(Batch(*row[:9]), StreamPart(*row[9:])) for row in rows]
+
+    def heads(self, connection: Connection) -> list[StreamHead]:
+        """The newest batch of every stream. Skips through outbox_stream_pkey, one probe a stream."""
+        rows = connection.execute(
+            self._sql("""
+            WITH RECURSIVE streams AS (
+                (SELECT stream FROM {outbox_stream} ORDER BY stream LIMIT 1)
+                UNION ALL
+                SELECT (SELECT stream FROM {outbox_stream} s WHERE s.stream > streams.stream ORDER BY stream LIMIT 1)
+                FROM streams WHERE stream IS NOT NULL
+            )
+            SELECT streams.stream, head.seq, b.token::text
+            FROM streams,
+                 LATERAL (SELECT max(seq) AS seq FROM {outbox_stream} s WHERE s.stream = streams.stream) head
+                 JOIN {outbox_batch} b ON b.seq = head.seq
+            WHERE streams.stream IS NOT NULL
+            """)
+        ).fetchall()
+        return [StreamHead(*row) for row in rows]
+
+    # --- epochs ---
+
+    def epoch(self, connection: Connection) -> int:
+        """The current epoch."""
+        row = connection.execute(self._sql("SELECT max(epoch) FROM {outbox_epoch}")).fetchone()
+        assert row is not None
+        return int(row[0] or 1)
+
+    def open_epoch(self, connection: Connection, epoch: int) -> None:
+        """Begin an epoch; nothing happens if it has begun already."""
+        connection.execute(
+            self._sql("INSERT INTO {outbox_epoch} (epoch) VALUES (%s) ON CONFLICT (epoch) DO NOTHING"), (epoch,)
+        )
+
+    # --- partitions ---
+
+    def make_partitions(self, connection: Connection, rows: int, ahead: int) -> int:
+        """Make partitions of `rows` positions up to `ahead` of them beyond the newest position; return how many.
+
+        A range in which the default partition holds more than `MOVED_ROWS` rows is left to it: moving them would keep
+        writers waiting.
+        """
+        names = schemas.existing_partitions(connection, self.schema, "outbox")
+        highs = [int(name.rsplit("_", 1)[1]) for name in names if name != "outbox_default"]
+        row = connection.execute(self._sql("SELECT coalesce(max(position), 0) FROM {outbox}")).fetchone()
+        assert row is not None
+        low, newest = max(highs, default=0), int(row[0])
+        if newest - low > 2 * rows:  # the relay was away for long; what lies between stays in the default partition
+            low = newest - newest % rows
+        ranges = []
+        while low <= newest + ahead * rows:
+            ranges.append((f"outbox_{low}_{low + rows}", low, low + rows))
+            low += rows
+        movable = [r for r in ranges if r[0] in names or self._rows_in_default(connection, r[1], r[2]) <= MOVED_ROWS]
+        return schemas.make_partitions(connection, self.schema, "outbox", "position", movable)
+
+    def _rows_in_default(self, connection: Connection, low: int, high: int) -> int:
+        row = connection.execute(
+            sql.SQL("SELECT count(*) FROM (SELECT 1 FROM {} WHERE position >= %s AND position < %s LIMIT %s) r").format(
+                sql.Identifier(self.schema, "outbox_default")
+            ),
+            (low, high, MOVED_ROWS + 1),
+        ).fetchone()
+        assert row is not None
+        return int(row[0])
+
+
+@lru_cache(maxsize=256)
+def insert(schema: str, events: int) -> sql.Composed:
+    """The writer's one statement for psycopg connections: `events` rows with `COLUMNS` each."""
+    row = sql.SQL("({})").format(sql.SQL(", ").join([sql.Placeholder()] * len(COLUMNS)))
+    return sql.SQL("INSERT INTO {} ({}) VALUES {}").format(
+        sql.Identifier(schema, "outbox"),
+        sql.SQL(", ").join(map(sql.Identifier, COLUMNS)),
+        sql.SQL(", ").join([row] * events),
+    )

@@ -1,0 +1,160 @@
+"""What the relay and the consumers ask of a transport, and the names of streams.
+
+A transport is a fast copy that may lose anything at any time. It owes only this:
+
+* `publish` is a compare-and-set: a part is added whole, and only if the stream's marker is the expected one. A stream
+  that lost entries loses its marker with them, or shows an older one.
+* What a group has read is pending until it is acknowledged, and can be claimed by others meanwhile.
+* A group starts at the beginning of the stream, never at its end.
+
+Every method raises `outbox.errors.TransportError` when the server does not do what is asked, and nothing else.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from outbox.errors import TransportError
+
+
+def stream_of(topic: str, key: str | None, lanes: int) -> str:
+    """The stream that events of `key` go to: ``topic``, or one of ``topic:0`` … when the topic has several lanes.
+
+    Events without a key have no order and share lane 0. CRC-32 (zlib's) because every language has it.
+    """
+    if lanes == 1:
+        return topic
+    return f"{topic}:{zlib.crc32(key.encode()) % lanes if key is not None else 0}"
+
+
+def streams_of(topic: str, lanes: int) -> list[str]:
+    """All streams of a topic."""
+    return [topic] if lanes == 1 else [f"{topic}:{lane}" for lane in range(lanes)]
+
+
+def topic_of(stream: str) -> str:
+    """The topic of a stream. Topics have no colon in them."""
+    return stream.partition(":")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """The last batch that reached a stream. Batches are numbered anew in a restored database, so `token` tells apart."""
+
+    epoch: int
+    seq: int
+    token: str
+
+    def __str__(self) -> str:
+        return f"{self.epoch}:{self.seq}:{self.token}"
+
+    @classmethod
+    def parse(cls, text: str) -> Marker | None:
+        """The marker in its written form; None for anything else, which is as good as no marker."""
+        epoch, _, rest = text.partition(":")
+        seq, _, token = rest.partition(":")
+        if not (epoch.isdigit() and seq.isdigit() and token):
+            return None
+        return cls(int(epoch), int(seq), token)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one batch brings to one stream.
+
+    Attributes:
+        expected: the marker that must be there; None: none.
+        marker: the marker afterwards.
+        fields: the wire fields of each event but ``data`` (see `outbox.envelope.wire`).
+        data: the payloads, in the same order.
+        lanes: lanes of the topic, left beside the stream for consumers to check.
+    """
+
+    stream: str
+    expected: Marker | None
+    marker: Marker
+    fields: Sequence[Sequence[str]]
+    data: Sequence[bytes]
+    lanes: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """An entry as it was received.
+
+    Attributes:
+        receipt: the entry's id in its stream.
+        fields: names and values as they arrived.
+        count: how often it was delivered, 1 for the first time.
+    """
+
+    stream: str
+    receipt: str
+    fields: Mapping[bytes, bytes]
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What `Transport.claim` found: taken over, gone (deleted while pending), and where to look on (None: at the end)."""
+
+    deliveries: list[Delivery]
+    missing: list[str]
+    cursor: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamInfo:
+    """What the relay left beside a stream for consumers; None: the relay has not been there."""
+
+    lanes: int | None
+
+
+class Transport(Protocol):
+    """See the module's head. Streams are given by their names (`stream_of`), never by server keys."""
+
+    def markers(self, streams: Sequence[str]) -> dict[str, Marker | TransportError | None]:
+        """The marker of each stream; None where there is none or the stream has lost entries since."""
+
+    def publish(self, parts: Sequence[Part]) -> list[Marker | TransportError | None]:
+        """Publish each part whose expected marker is there. Returns for each part the marker now there, or its error.
+
+        The part is in the stream if, and only if, the marker returned is its own. Parts are independent of each other.
+        """
+
+    def info(self, stream: str) -> StreamInfo:
+        """What the relay left beside the stream."""
+
+    def open(self, group: str, streams: Sequence[str]) -> dict[str, TransportError]:
+        """Make the group where it is missing, at the beginning of the stream. Returns the streams that cannot be used."""
+
+    def read(
+        self, group: str, consumer: str, streams: Sequence[str], count: int, block_seconds: float
+    ) -> list[Delivery]:
+        """Up to `count` entries of each stream that nobody of the group has read; waits until there is one.
+
+        Raises:
+            GroupLost: the group or a stream is gone; `open` them.
+            StreamUnusable: a stream cannot be used; `open` tells which.
+        """
+
+    def ack(self, group: str, deliveries: Sequence[Delivery]) -> None:
+        """Forget the deliveries; acknowledging twice, or what is gone, does nothing."""
+
+    def claim(
+        self, group: str, consumer: str, stream: str, idle_seconds: float, count: int, cursor: str | None = None
+    ) -> Claim:
+        """Take over up to `count` deliveries that have been pending for `idle_seconds`, at anyone, oldest id first.
+
+        Raises:
+            GroupLost: the group or the stream is gone.
+        """
+
+    def hand_back(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> None:
+        """Let others claim these deliveries of ours at once, as if they had not been delivered this time."""
+
+    def close(self) -> None:
+        """Close the connections."""

@@ -1,0 +1,179 @@
+"""A transport in this process's memory, for users' unit tests: the same contract, no server, nothing kept."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outbox.errors import GroupLost, TransportError
+from outbox.transport.base import Claim, Delivery, Marker, Part, StreamInfo
+
+
+@dataclass
+class _Pending:
+    consumer: str
+    delivered_at: float
+    count: int
+
+
+@dataclass
+class _Group:
+    read_to: int = 0
+    pending: dict[int, _Pending] = field(default_factory=dict)
+
+
+@dataclass
+class _Stream:
+    marker: Marker | None = None
+    lanes: int | None = None
+    added: int = 0
+    entries: dict[int, dict[bytes, bytes]] = field(default_factory=dict)
+    groups: dict[str, _Group] = field(default_factory=dict)
+
+
+class MemoryTransport:
+    """Streams in memory; safe to use from several threads. `streams` and `add` are for looking and preparing in tests."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, _Stream] = {}
+        self._changed = threading.Condition()
+
+    # --- for tests ---
+
+    def entries(self, stream: str) -> list[dict[bytes, bytes]]:
+        """What is in the stream, oldest first."""
+        with self._changed:
+            found = self._streams.get(stream)
+            return list(found.entries.values()) if found else []
+
+    def add(self, stream: str, fields: dict[bytes, bytes]) -> str:
+        """Add an entry past the relay, as a stranger would; returns its receipt."""
+        with self._changed:
+            receipt = self._add(self._streams.setdefault(stream, _Stream()), fields)
+            self._changed.notify_all()
+            return str(receipt)
+
+    def delete(self, stream: str, receipt: str) -> None:
+        """Delete an entry, as a stranger would."""
+        with self._changed:
+            self._streams[stream].entries.pop(int(receipt), None)
+
+    def flush(self) -> None:
+        """Lose everything."""
+        with self._changed:
+            self._streams.clear()
+            self._changed.notify_all()
+
+    def pending(self, group: str, stream: str) -> int:
+        """How many deliveries of the group are not acknowledged."""
+        with self._changed:
+            found = self._streams.get(stream)
+            return len(found.groups[group].pending) if found and group in found.groups else 0
+
+    # --- the relay's side ---
+
+    def markers(self, streams: Sequence[str]) -> dict[str, Marker | TransportError | None]:
+        with self._changed:
+            return {stream: found.marker if (found := self._streams.get(stream)) else None for stream in streams}
+
+    def publish(self, parts: Sequence[Part]) -> list[Marker | TransportError | None]:
+        return [self._publish(part) for part in parts]
+
+    def _publish(self, part: Part) -> Marker | None:
+        with self._changed:
+            stream = self._streams.get(part.stream)
+            current = stream.marker if stream else None
+            if current == part.marker or current != part.expected:
+                return current
+            stream = self._streams.setdefault(part.stream, _Stream())
+            for fields, data in zip(part.fields, part.data, strict=True):
+                raw = [text.encode() for text in fields]
+                self._add(stream, {b"data": data} | dict(zip(raw[::2], raw[1::2], strict=True)))
+            stream.marker, stream.lanes = part.marker, part.lanes
+            self._changed.notify_all()
+            return part.marker
+
+    @staticmethod
+    def _add(stream: _Stream, fields: dict[bytes, bytes]) -> int:
+        stream.added += 1
+        stream.entries[stream.added] = fields
+        return stream.added
+
+    def info(self, stream: str) -> StreamInfo:
+        with self._changed:
+            found = self._streams.get(stream)
+            return StreamInfo(found.lanes if found else None)
+
+    # --- the consumer's side ---
+
+    def open(self, group: str, streams: Sequence[str]) -> dict[str, TransportError]:
+        with self._changed:
+            for stream in streams:
+                self._streams.setdefault(stream, _Stream()).groups.setdefault(group, _Group())
+        return {}
+
+    def read(
+        self, group: str, consumer: str, streams: Sequence[str], count: int, block_seconds: float
+    ) -> list[Delivery]:
+        deadline = time.monotonic() + block_seconds
+        with self._changed:
+            while True:
+                found = [d for stream in streams for d in self._unread(group, consumer, stream, count)]
+                left = deadline - time.monotonic()
+                if found or left <= 0:
+                    return found
+                self._changed.wait(left)
+
+    def _unread(self, group: str, consumer: str, stream: str, count: int) -> list[Delivery]:
+        state = self._group(group, stream)
+        entries = self._streams[stream].entries
+        numbers = [number for number in entries if number > state.read_to][:count]
+        for number in numbers:
+            state.read_to = number
+            state.pending[number] = _Pending(consumer, time.monotonic(), 1)
+        return [Delivery(stream, str(number), entries[number]) for number in numbers]
+
+    def ack(self, group: str, deliveries: Sequence[Delivery]) -> None:
+        with self._changed:
+            for delivery in deliveries:
+                stream = self._streams.get(delivery.stream)
+                if stream and group in stream.groups:
+                    stream.groups[group].pending.pop(int(delivery.receipt), None)
+
+    def claim(
+        self, group: str, consumer: str, stream: str, idle_seconds: float, count: int, cursor: str | None = None
+    ) -> Claim:
+        with self._changed:
+            state = self._group(group, stream)
+            entries = self._streams[stream].entries
+            now, start = time.monotonic(), int(cursor or 0)
+            due = sorted(n for n, p in state.pending.items() if n > start and now - p.delivered_at >= idle_seconds)
+            taken = due[:count]
+            deliveries, missing = [], []
+            for number in taken:
+                if number not in entries:
+                    del state.pending[number]
+                    missing.append(str(number))
+                    continue
+                pending = state.pending[number]
+                state.pending[number] = _Pending(consumer, now, pending.count + 1)
+                deliveries.append(Delivery(stream, str(number), entries[number], pending.count + 1))
+            return Claim(deliveries, missing, str(taken[-1]) if len(taken) == count else None)
+
+    def hand_back(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> None:
+        with self._changed:
+            for delivery in deliveries:
+                pending = self._group(group, delivery.stream).pending.get(int(delivery.receipt))
+                if pending is not None and pending.consumer == consumer:
+                    pending.delivered_at, pending.count = float("-inf"), delivery.count - 1
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    def _group(self, group: str, stream: str) -> _Group:
+        found = self._streams.get(stream)
+        if found is None or group not in found.groups:
+            raise GroupLost(f"no group {group} at {stream}", "NOGROUP")
+        return found.groups[group]

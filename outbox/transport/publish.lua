@@ -1,0 +1,56 @@
+-- Publish one batch to one stream, if the stream is where the batch expects it: a compare-and-set. Also, without
+-- payloads, a plain look at the marker.
+--
+-- KEYS[1]  stream   the stream that consumers read
+-- KEYS[2]  hash     the relay's marker beside it:
+--            batch   epoch:seq:token of the last batch that reached the stream
+--            last    the stream's last-generated-id after that batch
+--            added   the stream's entries-added after that batch
+--            lanes   number of lanes of the topic
+-- ARGV[1]  the marker expected ('' for none)
+-- ARGV[2]  the marker afterwards ('' to look only)
+-- ARGV[3]  number of lanes
+-- ARGV[4]  msgpack: for each entry the list of its fields but data, name and value in turn, all of them strings
+-- ARGV[5…] for each entry its data
+--
+-- Returns the marker that is there afterwards, '' for none. The batch is in the stream if that is ARGV[2].
+--
+-- Whatever is lost, the marker shows it: it is lost too, or older (restored dump, failover), or it stands beside a
+-- stream that is missing or was made anew (fewer entries added, or a smaller last id), which counts as no marker.
+-- Nothing is written before everything has been read and compared; a refusal for lack of memory, a read-only replica
+-- and the like comes at the first write, so that a batch is added whole or not at all. A crash in between can at worst
+-- leave entries without a marker, which are then published again.
+
+local call = redis.call
+
+local function later(a, b)  -- whether stream id a is after b; both parts are compared by length, then as text
+  local function less(x, y) return #x < #y or (#x == #y and x < y) end
+  local a1, a2 = string.match(a, '^(%d+)-(%d+)$')
+  local b1, b2 = string.match(b, '^(%d+)-(%d+)$')
+  return less(b1, a1) or (a1 == b1 and less(b2, a2))
+end
+
+local function state()  -- last-generated-id and entries-added, or nil where there is no stream
+  if call('EXISTS', KEYS[1]) == 0 then return nil end
+  local info, last, added = call('XINFO', 'STREAM', KEYS[1]), nil, nil
+  for i = 1, #info, 2 do
+    if info[i] == 'last-generated-id' then last = info[i + 1] end
+    if info[i] == 'entries-added' then added = tonumber(info[i + 1]) end
+  end
+  return last, added
+end
+
+local marker = call('HMGET', KEYS[2], 'batch', 'last', 'added')
+local current = marker[1] or ''
+local last, added = state()
+if current ~= '' and (not last or not marker[2] or not marker[3] or added < tonumber(marker[3]) or later(marker[2], last)) then
+  current = ''
+end
+if ARGV[2] == '' or current == ARGV[2] or current ~= ARGV[1] then return current end
+
+local entries = cmsgpack.unpack(ARGV[4])
+for i = 1, #entries do
+  last = call('XADD', KEYS[1], '*', 'data', ARGV[4 + i], unpack(entries[i]))
+end
+call('HSET', KEYS[2], 'batch', ARGV[2], 'last', last, 'added', string.format('%d', (added or 0) + #entries), 'lanes', ARGV[3])
+return ARGV[2]

@@ -1,0 +1,250 @@
+"""Redis and Valkey streams as a transport. All commands of this kind are here; the one script is ``publish.lua``.
+
+Invariants:
+* A stream ``{topic}`` or ``{topic:3}`` and its marker ``{topic}:relay`` share a hash slot, whatever the topic's name.
+* Entries are only ever added, by the script, together with the marker. Nothing is trimmed here.
+* A group is made at 0, so that what was published before it is delivered to it.
+* Replies are taken as bytes, in both protocols, whatever the client decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from importlib.resources import files
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import msgspec
+import redis
+from redis.backoff import NoBackoff
+from redis.client import NEVER_DECODE
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+from outbox.errors import GroupLost, StreamUnusable, TransportError, TransportUnavailable
+from outbox.transport.base import Claim, Delivery, Marker, Part, StreamInfo
+
+T = TypeVar("T")
+
+_PUBLISH = (files("outbox.transport") / "publish.lua").read_text()
+#: Hand-back: so long idle that anyone's claim finds it at once.
+_LONG_IDLE_MS = 3_600_000
+
+
+class StreamTransport:
+    """Streams on Redis 7.0 or newer, or Valkey.
+
+    Args:
+        client: any redis-py client (`decode_responses` and `protocol` as you like). Its socket time-out must be longer
+            than the longest block of `read`. Commands are safe to repeat, so its retries do no harm.
+        prefix: put before every key.
+    """
+
+    def __init__(self, client: redis.Redis, prefix: str = "") -> None:
+        self._client = client
+        self._prefix = prefix
+        self._sha: str | None = None
+        self._pack = msgspec.msgpack.Encoder().encode
+
+    @classmethod
+    def from_url(
+        cls, url: str, *, prefix: str = "", timeout_seconds: float = 5.0, block_seconds: float = 0.0
+    ) -> StreamTransport:
+        """A transport with a connection of its own, which waits `timeout_seconds` beyond `block_seconds` for a reply."""
+        client = redis.Redis.from_url(
+            url,
+            socket_timeout=timeout_seconds + block_seconds,
+            socket_connect_timeout=timeout_seconds,
+            socket_keepalive=True,
+            retry=Retry(NoBackoff(), 0),
+        )
+        return cls(client, prefix)
+
+    def close(self) -> None:
+        self._client.close()
+
+    # --- the relay's side ---
+
+    def markers(self, streams: Sequence[str]) -> dict[str, Marker | TransportError | None]:
+        found = self._script([(stream, ("", "")) for stream in streams])
+        return dict(zip(streams, found, strict=True))
+
+    def publish(self, parts: Sequence[Part]) -> list[Marker | TransportError | None]:
+        return self._script([
+            (part.stream, (part.expected or "", part.marker, part.lanes, self._pack(part.fields), *part.data))
+            for part in parts
+        ])  # fmt: skip
+
+    def _script(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Marker | TransportError | None]:
+        """Run the script for each stream, in one round trip; loads it again when the server has forgotten it."""
+        for attempt in (1, 2):
+            replies = self._pipeline([
+                (b"EVALSHA", self._load(), 2, self._key(stream), f"{self._key(stream)}:relay", *map(_argument, args))
+                for stream, args in calls
+            ])  # fmt: skip
+            if attempt == 1 and any(isinstance(reply, NoScriptError) for reply in replies):
+                self._sha = None
+                continue
+            break
+        return [
+            _translated(reply) if isinstance(reply, RedisError) else Marker.parse(reply.decode()) for reply in replies
+        ]
+
+    def _load(self) -> str:
+        if self._sha is None:
+            self._sha = self._command(b"SCRIPT", b"LOAD", _PUBLISH).decode()
+        return self._sha
+
+    def info(self, stream: str) -> StreamInfo:
+        lanes = self._command(b"HGET", f"{self._key(stream)}:relay", "lanes")
+        return StreamInfo(int(lanes) if lanes is not None and lanes.isdigit() else None)
+
+    # --- the consumer's side ---
+
+    def open(self, group: str, streams: Sequence[str]) -> dict[str, TransportError]:
+        replies = self._pipeline([
+            (b"XGROUP", b"CREATE", self._key(stream), group, "0", b"MKSTREAM") for stream in streams
+        ])  # fmt: skip
+        unusable: dict[str, TransportError] = {}
+        for stream, reply in zip(streams, replies, strict=True):
+            if isinstance(reply, RedisError):
+                error = _translated(reply)
+                if isinstance(error, TransportUnavailable):
+                    raise error
+                if error.code != "BUSYGROUP":
+                    unusable[stream] = error
+        return unusable
+
+    def read(
+        self, group: str, consumer: str, streams: Sequence[str], count: int, block_seconds: float
+    ) -> list[Delivery]:
+        keys = {self._key(stream).encode(): stream for stream in streams}
+        block = (b"BLOCK", max(1, round(block_seconds * 1000))) if block_seconds > 0 else ()
+        reply = self._command(
+            b"XREADGROUP", b"GROUP", group, consumer, b"COUNT", count, *block, b"STREAMS", *keys, *([">"] * len(keys))
+        )
+        pairs = reply.items() if isinstance(reply, dict) else reply or ()  # RESP3, RESP2, nothing
+        return [delivery for key, entries in pairs for delivery in _deliveries(keys[key], entries)]
+
+    def ack(self, group: str, deliveries: Sequence[Delivery]) -> None:
+        commands = [
+            (b"XACK", self._key(stream), group, *(delivery.receipt for delivery in some))
+            for stream, some in groupby(sorted(deliveries, key=attrgetter("stream")), key=attrgetter("stream"))
+        ]
+        for reply in self._pipeline(commands):
+            if isinstance(reply, RedisError):
+                raise _translated(reply)
+
+    def claim(
+        self, group: str, consumer: str, stream: str, idle_seconds: float, count: int, cursor: str | None = None
+    ) -> Claim:
+        key, idle_ms = self._key(stream), round(idle_seconds * 1000)
+        start = f"({cursor}" if cursor else "-"
+        pending = self._command(b"XPENDING", key, group, b"IDLE", idle_ms, start, "+", count)
+        if not pending:
+            return Claim([], [], None)
+        counts = {receipt.decode(): int(delivered) for receipt, _, _, delivered in pending}
+        # The idle time is asked for again: of two consumers that saw the same list, the second gets nothing.
+        entries = self._command(b"XCLAIM", key, group, consumer, idle_ms, *counts)
+        deliveries = _deliveries(stream, (entry for entry in entries if entry and entry[1] is not None))
+        deliveries = [Delivery(d.stream, d.receipt, d.fields, counts[d.receipt] + 1) for d in deliveries]
+        absent = counts.keys() - {delivery.receipt for delivery in deliveries}
+        missing = self._gone(key, sorted(absent)) if absent else []
+        last = next(reversed(counts))
+        return Claim(deliveries, missing, last if len(pending) == count else None)
+
+    def _gone(self, key: str, receipts: Sequence[str]) -> list[str]:
+        """Those entries that are no longer in the stream (the others were claimed by somebody else just now)."""
+        replies = self._pipeline([(b"XRANGE", key, receipt, receipt) for receipt in receipts])
+        return [receipt for receipt, reply in zip(receipts, replies, strict=True) if reply == []]
+
+    def hand_back(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> None:
+        # JUSTID leaves the count alone and RETRYCOUNT sets it, so that this delivery is as if it had not been.
+        commands = [
+            (b"XCLAIM", self._key(d.stream), group, consumer, 0, d.receipt,
+             b"IDLE", _LONG_IDLE_MS, b"RETRYCOUNT", d.count - 1, b"JUSTID")
+            for d in deliveries
+        ]  # fmt: skip
+        for reply in self._pipeline(commands):
+            if isinstance(reply, RedisError):
+                raise _translated(reply)
+
+    # --- plumbing ---
+
+    def _key(self, stream: str) -> str:
+        return f"{self._prefix}{{{stream}}}"
+
+    def _command(self, *command: Any) -> Any:
+        """One command. Its name goes as bytes: redis-py then has no parser of its own for it, and the reply is what the
+        server sent, alike in every version of the client."""
+        return _translating(lambda: self._client.execute_command(*command, **{NEVER_DECODE: True}))
+
+    def _pipeline(self, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """Several commands in one round trip; an error of one is its reply and does not stop the others."""
+
+        def run() -> list[Any]:
+            with self._client.pipeline(transaction=False) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command, **{NEVER_DECODE: True})
+                return pipeline.execute(raise_on_error=False)
+
+        return _translating(run)
+
+
+def _argument(value: Any) -> Any:
+    return value if isinstance(value, bytes) else str(value)
+
+
+def _deliveries(stream: str, entries: Iterable[Any]) -> list[Delivery]:
+    """Entries of a reply: id and flat list of names and values. The last of a repeated name counts."""
+    return [
+        Delivery(stream, receipt.decode(), dict(zip(fields[::2], fields[1::2], strict=True)))
+        for receipt, fields in entries
+        if fields is not None
+    ]
+
+
+def _translating(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except RedisError as error:
+        raise _translated(error) from error
+
+
+#: Codes that say something about one stream, not about the server.
+_STREAM_CODES = frozenset({"WRONGTYPE", "NOPERM", "CROSSSLOT", "ERR"})
+
+
+def _translated(error: RedisError) -> TransportError:
+    """Our error for redis-py's, by the class or the code that the server's reply starts with."""
+    if isinstance(error, RedisConnectionError | RedisTimeoutError | OSError):
+        return _caused(TransportUnavailable(f"Redis: {error}", type(error).__name__), error)
+    code = getattr(error, "status_code", None) or _CODES.get(type(error).__name__) or str(error).partition(" ")[0]
+    if code in ("NOGROUP", "UNBLOCKED"):
+        return _caused(GroupLost(f"Redis: {error}", code), error)
+    if code in _STREAM_CODES and isinstance(error, ResponseError):
+        return _caused(StreamUnusable(f"Redis: {error}", code), error)
+    if code == "BUSYGROUP":
+        return _caused(TransportError(f"Redis: {error}", code), error)
+    return _caused(TransportUnavailable(f"Redis: {error}", code), error)
+
+
+#: redis-py drops the code from the text of the errors that it has classes for.
+_CODES = {
+    "OutOfMemoryError": "OOM",
+    "ReadOnlyError": "READONLY",
+    "NoPermissionError": "NOPERM",
+    "NoScriptError": "NOSCRIPT",
+    "ExecAbortError": "EXECABORT",
+    "MasterDownError": "MASTERDOWN",
+    "ClusterDownError": "CLUSTERDOWN",
+    "TryAgainError": "TRYAGAIN",
+}
+
+
+def _caused(error: TransportError, cause: BaseException) -> TransportError:
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,42 @@
+"""Waiting for a condition with a deadline, never for a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+_T = TypeVar("_T")
+_POLL_SECONDS = 0.02
+
+
+def eventually(
+    condition: Callable[[], _T],
+    timeout_seconds: float = 10,
+    message: str = "",
+    *,
+    ignoring: tuple[type[Exception], ...] = (),
+) -> _T:
+    """Call `condition` until its value is true, and return that value.
+
+    Args:
+        ignoring: errors that count as "not yet", as of a server that is being restarted.
+
+    Raises:
+        AssertionError: it was not true in time; shows the last value, or the last error.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        expired = time.monotonic() > deadline  # looked at first, so that the condition has the last word
+        error: Exception | None = None
+        try:
+            if value := condition():
+                return value
+            last = repr(value)
+        except ignoring as caught:
+            error = caught
+            last = repr(caught)
+        if expired:
+            name = message or getattr(condition, "__name__", "the condition")
+            raise AssertionError(f"not within {timeout_seconds} s: {name}; last seen: {last}") from error
+        time.sleep(_POLL_SECONDS)
