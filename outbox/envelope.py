@@ -148,7 +148,7 @@ class Event:
             if is_json(self.content_type):
                 try:
                     decode_json(data)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise InvalidEvent("payload", f"is not the JSON that content_type says: {error}") from None
         else:
             if self.content_type is not None and not is_json(self.content_type):
@@ -271,6 +271,7 @@ def _refuse_constant(name: str) -> None:
 
 
 _MAX_DEPTH = 64
+_MAX_INTEGER_BITS = 13_288  #: 4,000 digits; Python's default limit for reading them is 4,300
 #: What msgspec leaves to `_plain`, which checks and names the path.
 _LEAVES = (Decimal, datetime, date, time, uuid.UUID, bytes, bytearray, memoryview)
 
@@ -286,8 +287,12 @@ def _plain(value: Any, path: str, depth: int) -> Any:
         except UnicodeEncodeError:
             raise InvalidEvent(path, "has a lone surrogate, which UTF-8 cannot hold") from None
         return value
-    if kind is int or kind is bool or value is None:
+    if kind is bool or value is None:
         return value
+    if isinstance(value, int) and not isinstance(value, enum.Enum):
+        if value.bit_length() > _MAX_INTEGER_BITS:
+            raise InvalidEvent(path, "has more than 4,000 digits, which Python does not read back")
+        return int(value)
     if kind is float:
         if not math.isfinite(value):
             raise InvalidEvent(path, f"is {value}, which JSON cannot hold")
@@ -299,7 +304,7 @@ def _plain(value: Any, path: str, depth: int) -> Any:
         for key, item in value.items():
             if not isinstance(key, str):
                 raise InvalidEvent(path, f"has the key {_shown(key)}; keys must be strings")
-            name = _plain(str(key), f"{path}.<key>", depth)
+            name = _plain(str.__str__(key), f"{path}.<key>", depth)
             plain[name] = _plain(item, f"{path}.{key}", depth + 1)
         return plain
     if isinstance(value, list | tuple):
@@ -308,8 +313,6 @@ def _plain(value: Any, path: str, depth: int) -> Any:
         return _plain(value.value, path, depth + 1)
     if isinstance(value, str):
         return _plain(str.__str__(value), path, depth + 1)
-    if isinstance(value, int):
-        return int(value)
     if isinstance(value, float):
         return _plain(float(value), path, depth + 1)
     if isinstance(value, Decimal):
@@ -329,7 +332,11 @@ def _plain(value: Any, path: str, depth: int) -> Any:
     if isinstance(value, bytes | bytearray | memoryview):
         raise InvalidEvent(path, "is bytes, which JSON cannot hold; make the whole payload bytes with a content_type")
     if isinstance(value, msgspec.Struct):
-        return _plain(msgspec.to_builtins(value, builtin_types=_LEAVES), path, depth + 1)
+        try:
+            fields = msgspec.to_builtins(value, builtin_types=_LEAVES)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidEvent(path, f"has no JSON form: {error}") from None
+        return _plain(fields, path, depth + 1)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return _plain(fields, path, depth + 1)

@@ -158,11 +158,16 @@ def make_partitions(
         if name in have:
             continue
         parent, default, child = (sql.Identifier(schema, part) for part in (table, f"{table}_default", name))
-        bounds = {"child": child, "parent": parent, "default": default, "column": sql.Identifier(column)}
+        bounds: dict[str, sql.Composable] = {
+            "child": child,
+            "parent": parent,
+            "default": default,
+            "column": sql.Identifier(column),
+        }
         bounds |= {"low": sql.Literal(low), "high": sql.Literal(high)}
         try:
             with connection.transaction():
-                connection.execute("SET LOCAL lock_timeout = '250ms'")
+                connection.execute("SET LOCAL lock_timeout = '250ms'; SET LOCAL statement_timeout = '1s'")
                 connection.execute(
                     "SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (f"partitions {schema} {table}",)
                 )
@@ -171,7 +176,11 @@ def make_partitions(
                 for statement in _MAKE_PARTITION:
                     connection.execute(sql.SQL(statement).format(**bounds))
             made += 1
-        except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
+        except (
+            psycopg.errors.LockNotAvailable,
+            psycopg.errors.QueryCanceled,
+            psycopg.errors.DeadlockDetected,
+        ):
             _log.info("partition %s waits for a writer", name, extra={"action": "partition_waits"})
             break
     return made

@@ -39,6 +39,7 @@ Row = tuple[Any, ...]  #: position, topic, then `outbox.envelope.ROW`
 BEGINNING: Final = "1:1:"
 #: Rows of the default partition that are moved to a partition of their own; more are left where they are.
 MOVED_ROWS: Final = 10_000
+_BATCH: Final = "b.seq, b.token::text, b.epoch, b.prev::text, b.snap::text, b.after, b.last, b.done, b.events"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class Store:
 
     def __init__(self, schema: str = "public") -> None:
         self.schema = schema
-        self._names = {
+        self._names: dict[str, sql.Composable] = {"batch": sql.SQL(_BATCH)} | {
             name: sql.Identifier(schema, name) for name in ("outbox", "outbox_batch", "outbox_stream", "outbox_epoch")
         }
         self._composed: dict[str, sql.Composed] = {}
@@ -222,12 +223,10 @@ class Store:
         assert row is not None
         return replace(batch, token=row[0])
 
-    _BATCH = "b.seq, b.token::text, b.epoch, b.prev::text, b.snap::text, b.after, b.last, b.done, b.events"
-
     def newest(self, connection: Connection) -> Batch | None:
         """The newest sealed batch. Walks outbox_batch_pkey backwards."""
         row = connection.execute(
-            self._sql(f"SELECT {self._BATCH} FROM {{outbox_batch}} b ORDER BY b.seq DESC LIMIT 1")
+            self._sql("SELECT {batch} FROM {outbox_batch} b ORDER BY b.seq DESC LIMIT 1")
         ).fetchone()
         return Batch(*row) if row else None
 
@@ -247,9 +246,9 @@ class Store:
     ) -> list[tuple[Batch, StreamPart]]:
         """The next batches that a stream is made of, oldest first. Uses outbox_stream_pkey and outbox_batch_pkey."""
         rows = connection.execute(
-            self._sql(f"""
-            SELECT {self._BATCH}, s.stream, s.lanes, s.events
-            FROM {{outbox_stream}} s JOIN {{outbox_batch}} b USING (seq)
+            self._sql("""
+            SELECT {batch}, s.stream, s.lanes, s.events
+            FROM {outbox_stream} s JOIN {outbox_batch} b USING (seq)
             WHERE s.stream = %s AND s.seq > %s ORDER BY s.seq LIMIT %s
             """),
             (stream, seq, limit),

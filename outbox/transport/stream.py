@@ -180,15 +180,17 @@ class StreamTransport:
     def _command(self, *command: Any) -> Any:
         """One command. Its name goes as bytes: redis-py then has no parser of its own for it, and the reply is what the
         server sent, alike in every version of the client."""
-        return _translating(lambda: self._client.execute_command(*command, **{NEVER_DECODE: True}))
+        execute: Callable[..., Any] = self._client.execute_command
+        return _translating(lambda: execute(*command, **{NEVER_DECODE: True}))
 
     def _pipeline(self, commands: Iterable[tuple[Any, ...]]) -> list[Any]:
         """Several commands in one round trip; an error of one is its reply and does not stop the others."""
 
         def run() -> list[Any]:
             with self._client.pipeline(transaction=False) as pipeline:
+                add: Callable[..., Any] = pipeline.execute_command
                 for command in commands:
-                    pipeline.execute_command(*command, **{NEVER_DECODE: True})
+                    add(*command, **{NEVER_DECODE: True})
                 return pipeline.execute(raise_on_error=False)
 
         return _translating(run)

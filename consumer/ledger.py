@@ -1,0 +1,179 @@
+"""All SQL of the consumer's side.
+
+Invariants:
+
+* A row in ``processed_messages`` is inserted in the transaction of the effect, and before it: of two transactions with the
+  same event the second waits for the first, and then either finds the row (duplicate) or takes its place.
+* Rows are inserted in the order of their event ids, and versions locked in the order of their keys, so that overlapping
+  batches wait for each other instead of deadlocking.
+* A dead letter is written together with the event's ledger row, so an event never ends both applied and dead.
+
+Connections are psycopg's, in a transaction that the caller begins and ends. Every name is qualified with the schema.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from outbox import schema as schemas
+
+Connection = psycopg.Connection[Any]
+
+_DAY_MS = 86_400_000
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Entity:
+    """What a version counts for: the key, for one type of a topic."""
+
+    topic: str
+    type: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A delivery to put aside, as it arrived."""
+
+    stream: str
+    receipt: str
+    event_id: uuid.UUID | None
+    reason: str
+    error: str
+    fields: Mapping[bytes, bytes]
+    attempts: int
+
+
+class Ledger:
+    """The statements, for one consumer name in one schema."""
+
+    def __init__(self, consumer: str, schema: str = "public") -> None:
+        self.consumer = consumer
+        self.schema = schema
+        names = {
+            name: sql.Identifier(schema, name) for name in ("processed_messages", "entity_versions", "dead_letters")
+        }
+
+        def compose(statement: str) -> sql.Composed:
+            return sql.SQL(statement).format(**names)
+
+        self._claim = compose("""
+            INSERT INTO {processed_messages} (consumer, event_id)
+            SELECT %s, event_id FROM unnest(%s::uuid[]) WITH ORDINALITY AS batch (event_id, n) ORDER BY n
+            ON CONFLICT (consumer, event_id) DO NOTHING RETURNING event_id::text
+        """)
+        self._present = compose("""
+            SELECT event_id::text FROM {processed_messages} WHERE consumer = %s AND event_id = ANY (%s::uuid[])
+        """)
+        self._mark = compose("""
+            UPDATE {processed_messages} SET outcome = %s WHERE consumer = %s AND event_id = ANY (%s::uuid[])
+        """)
+        self._touch = compose("""
+            INSERT INTO {entity_versions} (consumer, topic, type, key)
+            SELECT %s, topic, type, key
+            FROM unnest(%s::text[], %s::text[], %s::text[]) WITH ORDINALITY AS batch (topic, type, key, n) ORDER BY n
+            ON CONFLICT (consumer, topic, type, key) DO NOTHING
+        """)
+        self._lock = compose("""
+            SELECT topic, type, key, version FROM {entity_versions}
+            WHERE consumer = %s
+              AND (topic, type, key) IN (SELECT * FROM unnest(%s::text[], %s::text[], %s::text[]))
+            ORDER BY topic COLLATE "C", type COLLATE "C", key COLLATE "C" FOR UPDATE
+        """)
+        self._raise = compose("""
+            UPDATE {entity_versions} v SET version = batch.version, updated_at = now()
+            FROM unnest(%s::text[], %s::text[], %s::text[], %s::bigint[]) AS batch (topic, type, key, version)
+            WHERE v.consumer = %s AND v.topic = batch.topic AND v.type = batch.type AND v.key = batch.key
+        """)
+        self._bury = compose("""
+            INSERT INTO {dead_letters} (consumer, stream, stream_id, event_id, reason, error, fields, attempts)
+            VALUES (%s, %s, %s, %s, %s, %s, %s::bytea[], %s)
+            ON CONFLICT (consumer, stream, stream_id) DO NOTHING
+        """)
+
+    def claim(self, connection: Connection, ids: Iterable[uuid.UUID]) -> set[uuid.UUID]:
+        """Insert the ledger rows of these events; returns those that are fresh. The others were processed before.
+
+        Waits for transactions that insert the same rows. Locks nothing else. Uses the primary key.
+        """
+        rows = connection.execute(self._claim, (self.consumer, _array(sorted(ids))))
+        return {uuid.UUID(found) for (found,) in rows}
+
+    def present(self, connection: Connection, ids: Iterable[uuid.UUID]) -> set[uuid.UUID]:
+        """Those of the events that have a ledger row. Uses the primary key."""
+        rows = connection.execute(self._present, (self.consumer, _array(ids)))
+        return {uuid.UUID(found) for (found,) in rows}
+
+    def mark(self, connection: Connection, ids: Iterable[uuid.UUID], outcome: str) -> None:
+        """Say in the ledger rows (inserted by this transaction) how the events ended, if not ``applied``."""
+        connection.execute(self._mark, (outcome, self.consumer, _array(ids)))
+
+    def lock_versions(self, connection: Connection, entities: Iterable[Entity]) -> dict[Entity, int | None]:
+        """Lock the entities against other consumers of the name, in order; returns the versions applied so far.
+
+        New entities get a row first, since what is not there cannot be locked. Uses the primary key.
+        """
+        ordered = sorted(set(entities))
+        columns = [[e.topic for e in ordered], [e.type for e in ordered], [e.key for e in ordered]]
+        connection.execute(self._touch, (self.consumer, *columns))
+        rows = connection.execute(self._lock, (self.consumer, *columns))
+        return {Entity(topic, kind, key): version for topic, kind, key, version in rows}
+
+    def raise_versions(self, connection: Connection, versions: Mapping[Entity, int]) -> None:
+        """Write the highest versions applied, of entities that this transaction has locked."""
+        ordered = sorted(versions)
+        connection.execute(
+            self._raise,
+            (
+                [e.topic for e in ordered], [e.type for e in ordered], [e.key for e in ordered],
+                [versions[e] for e in ordered], self.consumer,
+            ),
+        )  # fmt: skip
+
+    def bury(self, connection: Connection, letters: Sequence[DeadLetter]) -> None:
+        """Put deliveries aside, raw; burying one twice keeps the first."""
+        for letter in letters:
+            connection.execute(
+                self._bury,
+                (
+                    self.consumer, letter.stream, letter.receipt, letter.event_id, letter.reason, letter.error,
+                    [part for pair in letter.fields.items() for part in pair], letter.attempts,
+                ),
+            )  # fmt: skip
+
+    # --- partitions ---
+
+    def make_partitions(self, connection: Connection, days: int, ahead: int) -> int:
+        """Make partitions of the ledger, each of `days` days of UUIDv7 ids, from the running one on; return how many.
+
+        Args:
+            connection: in autocommit mode.
+        """
+        row = connection.execute("SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint").fetchone()
+        assert row is not None
+        names = schemas.existing_partitions(connection, self.schema, "processed_messages")
+        highs = [int(name.rsplit("_", 1)[1]) for name in names if not name.endswith("_default")]
+        width = days * _DAY_MS
+        start = max(row[0] - row[0] % width, max(highs, default=0))
+        ranges = []
+        while start <= row[0] + ahead * width:
+            name = f"processed_messages_{start}_{start + width}"
+            ranges.append((name, _first_id(start), _first_id(start + width)))
+            start += width
+        return schemas.make_partitions(connection, self.schema, "processed_messages", "event_id", ranges)
+
+
+def _first_id(milliseconds: int) -> str:
+    """The smallest UUID whose first 48 bits are this instant, as in a UUIDv7 (RFC 9562, section 5.7)."""
+    return str(uuid.UUID(int=milliseconds << 80))
+
+
+def _array(ids: Iterable[uuid.UUID]) -> str:
+    """An array as one text literal, which psycopg sends faster than a list."""
+    return "{" + ",".join(map(str, ids)) + "}"

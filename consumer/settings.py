@@ -1,0 +1,41 @@
+"""Settings of the consumer's side; environment prefix ``CONSUMER_``. The rules are those of `outbox.settings`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import AliasChoices, Field
+from pydantic_settings import SettingsConfigDict
+
+from outbox.errors import SettingsError
+from outbox.settings import SchemaName, Settings
+
+
+class ConsumerSettings(Settings):
+    """Settings of `consumer run`."""
+
+    model_config = SettingsConfigDict(env_prefix="CONSUMER_")
+    prefix: ClassVar[str] = "CONSUMER_"
+
+    #: Schema of the ledger and its companions. Default ``public``.
+    schema_name: SchemaName = Field("public", validation_alias=AliasChoices("schema_name", "CONSUMER_SCHEMA"))
+    #: This process's name in the group; must be unique among running ones. Default: host, process id and a random part.
+    process_name: str | None = Field(None, min_length=1, max_length=200)
+    #: Most deliveries in one transaction. Default 500.
+    batch_size: int = Field(500, ge=1, le=10_000)
+    #: Longest wait for new entries in one read, in seconds; also how soon SIGTERM is noticed when idle. Default 1.
+    block_seconds: float = Field(1.0, gt=0, le=30)
+    #: How long a delivery may stay with one process before others take it over, in seconds; also the pause before a
+    #: failed one is tried again. Longer than a batch takes. Default 60.
+    claim_seconds: float = Field(60.0, ge=0.05, le=86_400)
+    #: How often to look for deliveries to take over, in seconds. Default 1.
+    check_seconds: float = Field(1.0, gt=0, le=60)
+    #: Longest pause between tries while Redis or PostgreSQL fails, in seconds; pauses grow from 0.05 with jitter. Default 2.
+    backoff_max_seconds: float = Field(2.0, gt=0, le=60)
+    #: Days that one partition of the ledger holds, and partitions kept ahead of the clock. Defaults 7 and 4.
+    ledger_partition_days: int = Field(7, ge=1, le=365)
+    ledger_partitions_ahead: int = Field(4, ge=1, le=100)
+
+    def model_post_init(self, _context: Any) -> None:
+        if self.check_seconds > self.claim_seconds and "check_seconds" in self.model_fields_set:
+            raise SettingsError("CONSUMER_CHECK_SECONDS must not be longer than CONSUMER_CLAIM_SECONDS")

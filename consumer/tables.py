@@ -1,0 +1,72 @@
+"""The consumer's tables as SQLAlchemy sees them, for users' own alembic (`metadata`). The migrations make them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    DateTime,
+    Identity,
+    Integer,
+    LargeBinary,
+    MetaData,
+    PrimaryKeyConstraint,
+    Table,
+    Text,
+    UniqueConstraint,
+    Uuid,
+    text,
+)
+from sqlalchemy.dialects.postgresql import ARRAY
+
+from outbox.settings import check_schema
+
+
+@lru_cache(maxsize=256)
+def metadata(schema: str = "public") -> MetaData:
+    """MetaData of the consumer's tables in `schema`; add it to your alembic ``target_metadata``.
+
+    Raises:
+        SettingsError: `schema` is not a name that can be used.
+    """
+    meta = MetaData(schema=check_schema(schema))
+    time = DateTime(timezone=True)
+    Table(
+        "processed_messages",
+        meta,
+        Column("consumer", Text, nullable=False),
+        Column("event_id", Uuid, nullable=False),
+        Column("outcome", Text, nullable=False, server_default=text("'applied'")),
+        Column("processed_at", time, nullable=False, server_default=text("now()")),
+        PrimaryKeyConstraint("consumer", "event_id"),
+        postgresql_partition_by="RANGE (event_id)",
+    )
+    Table(
+        "entity_versions",
+        meta,
+        Column("consumer", Text, nullable=False),
+        Column("topic", Text, nullable=False),
+        Column("type", Text, nullable=False),
+        Column("key", Text, nullable=False),
+        Column("version", BigInteger),
+        Column("updated_at", time, nullable=False, server_default=text("now()")),
+        PrimaryKeyConstraint("consumer", "topic", "type", "key"),
+    )
+    Table(
+        "dead_letters",
+        meta,
+        Column("id", BigInteger, Identity(always=True), primary_key=True),
+        Column("consumer", Text, nullable=False),
+        Column("stream", Text, nullable=False),
+        Column("stream_id", Text, nullable=False),
+        Column("event_id", Uuid),
+        Column("reason", Text, nullable=False),
+        Column("error", Text, nullable=False),
+        Column("fields", ARRAY(LargeBinary), nullable=False),
+        Column("attempts", Integer, nullable=False, server_default=text("1")),
+        Column("created_at", time, nullable=False, server_default=text("now()")),
+        UniqueConstraint("consumer", "stream", "stream_id", name="dead_letters_delivery"),
+    )
+    return meta

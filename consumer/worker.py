@@ -1,0 +1,257 @@
+"""The loop of a consumer: read, process, acknowledge; take over what others left; drain on SIGTERM.
+
+Nothing is acknowledged before its outcome is known. When PostgreSQL is away, the deliveries at hand are kept and run again;
+when Redis is away, what is processed is acknowledged later (or delivered again, and recognised by the ledger).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import psycopg
+import sqlalchemy
+import tenacity
+
+from consumer.claims import Recovery
+from consumer.handlers import Consumer
+from consumer.ledger import Ledger
+from consumer.process import DatabaseUnavailable, Outcome, Processor
+from consumer.settings import ConsumerSettings
+from outbox import schema as schemas
+from outbox.errors import GroupLost, SettingsError, StreamUnusable, TransportError
+from outbox.telemetry import Claimed, Observer, Outcomes, guarded
+from outbox.transport import Delivery, StreamTransport, Transport
+from outbox.transport.base import streams_of
+
+_log = logging.getLogger(__name__)
+
+_PARTITION_SECONDS = 3600.0
+
+
+class Worker:
+    """Runs one consumer in this thread.
+
+    Args:
+        consumer: the handlers.
+        settings: see `consumer.settings.ConsumerSettings`.
+        transport: where to read; default: streams at ``settings.redis_url``.
+        engine: SQLAlchemy engine over psycopg for the ledger and the handlers; default: ``settings.database_url``.
+        observer: gets the measurements of `outbox.telemetry`.
+    """
+
+    def __init__(
+        self,
+        consumer: Consumer,
+        settings: ConsumerSettings,
+        *,
+        transport: Transport | None = None,
+        engine: sqlalchemy.Engine | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self._consumer = consumer
+        self._settings = settings
+        self._transport: Transport = transport or StreamTransport.from_url(
+            settings.redis_url.get_secret_value(),
+            prefix=settings.key_prefix,
+            timeout_seconds=settings.redis_timeout_seconds,
+            block_seconds=settings.block_seconds,
+        )
+        self._own_engine = engine is None
+        self._engine = engine or schemas.engine(
+            settings.database_url.get_secret_value(), f"consumer {consumer.name}", pool_size=1, max_overflow=1
+        )
+        self._observe = guarded(observer)
+        self._processor = Processor(consumer, self._engine, settings.schema_name)
+        self._ledger = Ledger(consumer.name, settings.schema_name)
+        self._name = settings.process_name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._streams = [
+            stream for topic in consumer.topics for stream in streams_of(topic, settings.lanes.get(topic, 1))
+        ]
+        self._recovery = Recovery(
+            self._transport, consumer.name, self._name, settings.claim_seconds, settings.batch_size
+        )
+        self._stopping = threading.Event()
+        self._usable: list[str] | None = None  # None: the groups are to be made
+        self._at_hand: list[Delivery] = []
+        self._unacknowledged: list[Delivery] = []
+        self._check_due = 0.0
+        self._partitions_due = 0.0
+
+    # --- running ---
+
+    def run(self) -> None:
+        """Consume until `stop` is called; backs off while PostgreSQL or Redis fails, and goes on when they do.
+
+        Raises:
+            SchemaError: the tables are missing or of another revision.
+            SettingsError: the relay spreads a topic over another number of lanes.
+        """
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(
+                (TransportError, DatabaseUnavailable, psycopg.OperationalError, sqlalchemy.exc.OperationalError)
+            ),
+            wait=tenacity.wait_exponential_jitter(
+                initial=0.05, max=self._settings.backoff_max_seconds, jitter=self._settings.backoff_max_seconds / 4
+            ),
+            stop=tenacity.stop_when_event_set(self._stopping),
+            sleep=tenacity.sleep_using_event(self._stopping),
+            before_sleep=self._failed,
+        )
+        try:
+            while not self._stopping.is_set():
+                try:
+                    retrying(self.run_once)
+                except tenacity.RetryError:
+                    break
+                self._beat()
+        finally:
+            self.close()
+
+    def stop(self) -> None:
+        """Finish the batch at hand, hand back what has not started, and return from `run`; safe in a signal handler."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """Hand back what is at hand and close the connections."""
+        try:
+            if self._unacknowledged:
+                self._transport.ack(self._consumer.name, self._unacknowledged)
+            if self._at_hand:
+                self._transport.hand_back(self._consumer.name, self._name, self._at_hand)
+        except TransportError as error:
+            _log.warning("could not hand back deliveries, others take them over later: %s", error)
+        self._transport.close()
+        if self._own_engine:
+            self._engine.dispose()
+
+    def _failed(self, state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        level = logging.WARNING if state.attempt_number in (1, 10) or state.attempt_number % 100 == 0 else logging.DEBUG
+        _log.log(
+            level,
+            "consumer %s waits, try %d: %s", self._consumer.name, state.attempt_number, " ".join(str(error).split()),
+            extra={"action": "consumer_waits", "error": type(error).__name__},
+        )  # fmt: skip
+        self._usable = None
+        self._beat()
+
+    def _beat(self) -> None:
+        if self._settings.heartbeat_file:
+            Path(self._settings.heartbeat_file).touch()
+
+    # --- one round ---
+
+    def run_once(self) -> Counter[Outcome]:
+        """One batch: what is at hand from a failed round, else what others left, else what is new; counts by outcome.
+
+        Waits for at most ``block_seconds`` when there is nothing.
+
+        Raises:
+            TransportError: Redis failed.
+            DatabaseUnavailable: PostgreSQL failed; the deliveries are kept for the next round.
+            SchemaError, SettingsError: see `run`.
+        """
+        self._prepare()
+        if self._unacknowledged:
+            self._transport.ack(self._consumer.name, self._unacknowledged)
+            self._unacknowledged = []
+        if not self._at_hand:
+            self._at_hand = self._claim() or self._read()
+        if not self._at_hand:
+            return Counter()
+        return self._process()
+
+    def _process(self) -> Counter[Outcome]:
+        started = time.monotonic()
+        outcomes = self._processor.process(self._at_hand, self._stopping.is_set)
+        done = [d for d, outcome in zip(self._at_hand, outcomes, strict=True) if outcome not in (None, Outcome.RETRY)]
+        left = [d for d, outcome in zip(self._at_hand, outcomes, strict=True) if outcome is None]
+        self._at_hand, self._unacknowledged = left, done
+        counts = Counter(outcome for outcome in outcomes if outcome is not None)
+        self._observe(Outcomes(self._consumer.name, {str(k): n for k, n in counts.items()}, time.monotonic() - started))
+        if done:
+            self._transport.ack(self._consumer.name, done)
+        self._unacknowledged = []
+        return counts
+
+    def _prepare(self) -> None:
+        if time.monotonic() >= self._partitions_due:
+            self._look_after_ledger()
+        if self._usable is None:
+            self._open()
+
+    def _open(self) -> None:
+        """Make the groups where they are missing, and see which streams can be used and that the lanes agree."""
+        unusable = self._transport.open(self._consumer.name, self._streams)
+        for stream, error in unusable.items():
+            _log.warning(
+                "stream %s cannot be read: %s", stream, error, extra={"action": "stream_failed", "stream": stream}
+            )
+        self._usable = [stream for stream in self._streams if stream not in unusable]
+        if not self._usable:
+            self._usable = None
+            raise next(iter(unusable.values()))
+        for topic in self._consumer.topics:
+            ours = self._settings.lanes.get(topic, 1)
+            for stream in {topic, f"{topic}:0"}:
+                try:
+                    theirs = self._transport.info(stream).lanes
+                except StreamUnusable:
+                    continue
+                if theirs is not None and theirs != ours and stream in streams_of(topic, theirs):
+                    raise SettingsError(
+                        f"OUTBOX_LANES: the relay spreads topic {topic} over {theirs} lanes, this consumer reads {ours}; "
+                        "set the same for both"
+                    )
+
+    def _claim(self) -> list[Delivery]:
+        if time.monotonic() < self._check_due or self._usable is None:
+            return []
+        if len(self._usable) < len(self._streams):
+            self._open()
+        found, missing, more = self._recovery.claim(self._usable)
+        if not more:
+            self._check_due = time.monotonic() + self._settings.check_seconds
+        if found or missing:
+            self._observe(Claimed(self._consumer.name, len(found), missing))
+        return found
+
+    def _read(self) -> list[Delivery]:
+        if self._usable is None:
+            return []
+        wait = min(self._settings.block_seconds, max(0.001, self._check_due - time.monotonic()))
+        try:
+            return self._transport.read(self._consumer.name, self._name, self._usable, self._settings.batch_size, wait)
+        except (GroupLost, StreamUnusable) as error:
+            _log.warning(
+                "consumer %s makes its groups again: %s", self._consumer.name, error, extra={"action": "group_lost"}
+            )
+            self._open()
+            return []
+
+    def _look_after_ledger(self) -> None:
+        settings = self._settings
+        try:
+            opened = self._engine.connect()
+        except sqlalchemy.exc.DBAPIError as error:
+            raise DatabaseUnavailable(f"PostgreSQL: {error.orig}") from error
+        with opened as connection:
+            connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+            raw = connection.connection.driver_connection
+            assert isinstance(raw, psycopg.Connection)
+            schemas.check_revision(raw, "consumer", settings.schema_name)
+            try:
+                self._ledger.make_partitions(raw, settings.ledger_partition_days, settings.ledger_partitions_ahead)
+            except psycopg.errors.InsufficientPrivilege as error:
+                _log.warning(
+                    "cannot make partitions of the ledger, rows stay in the default one: %s",
+                    " ".join(str(error).split()), extra={"action": "partitions_denied"},
+                )  # fmt: skip
+        self._partitions_due = time.monotonic() + _PARTITION_SECONDS

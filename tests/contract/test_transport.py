@@ -1,0 +1,685 @@
+"""What every transport owes (`outbox.transport.base`): one suite, run against memory and against every server here.
+
+Each server is spoken to in both protocols, by clients that decode replies and that do not.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import redis
+
+from outbox.embedded import ValkeyServer, redis_servers
+from outbox.errors import GroupLost, StreamUnusable, TransportError, TransportUnavailable
+from outbox.transport import Delivery, Marker, MemoryTransport, Part, StreamTransport, Transport
+from outbox.transport.base import stream_of, streams_of, topic_of
+from tests.waiting import eventually
+
+GROUP = "wallet"
+BINARY = bytes(range(256))
+SERVERS = sorted(redis_servers())
+CLIENTS = [(protocol, decode) for protocol in (2, 3) for decode in (False, True)]
+
+
+class Memory:
+    """How the suite does to a MemoryTransport what strangers, operators and crashes do."""
+
+    keeps_foreign_types = False
+
+    def __init__(self) -> None:
+        self.transport = MemoryTransport()
+        self.add = self.transport.add
+        self.delete = self.transport.delete
+
+    def another(self) -> Transport:
+        return self.transport
+
+    def lose(self, stream: str) -> None:
+        self.transport.flush()
+
+    def entries(self, stream: str) -> list[dict[bytes, bytes]]:
+        return self.transport.entries(stream)
+
+    def pending(self, stream: str) -> int:
+        return self.transport.pending(GROUP, stream)
+
+
+class Server:
+    """The same for a StreamTransport, past the transport, on a client of its own."""
+
+    keeps_foreign_types = True
+
+    def __init__(self, url: str, protocol: int, decode: bool) -> None:
+        self._url, self._protocol, self._decode = url, protocol, decode
+        self.prefix = f"t{secrets.token_hex(4)}:"
+        self.raw: Any = redis.Redis.from_url(url, protocol=2)
+        self._clients: list[redis.Redis] = []
+        self.transport = self.another()
+
+    def another(self) -> StreamTransport:
+        client = redis.Redis.from_url(
+            self._url, protocol=self._protocol, decode_responses=self._decode, socket_timeout=30
+        )
+        self._clients.append(client)
+        return StreamTransport(client, self.prefix)
+
+    def key(self, stream: str) -> str:
+        return f"{self.prefix}{{{stream}}}"
+
+    def add(self, stream: str, fields: dict[bytes, bytes]) -> str:
+        return str(self.raw.xadd(self.key(stream), fields).decode())
+
+    def delete(self, stream: str, receipt: str) -> None:
+        self.raw.xdel(self.key(stream), receipt)
+
+    def lose(self, stream: str) -> None:
+        self.raw.delete(self.key(stream), f"{self.key(stream)}:relay")
+
+    def entries(self, stream: str) -> list[dict[bytes, bytes]]:
+        return [fields for _, fields in self.raw.xrange(self.key(stream))]
+
+    def pending(self, stream: str) -> int:
+        return int(self.raw.xpending(self.key(stream), GROUP)["pending"])
+
+    def close(self) -> None:
+        for key in self.raw.scan_iter(match=f"{self.prefix}*", count=1000):
+            self.raw.unlink(key)
+        for client in (self.raw, *self._clients):
+            client.close()
+
+
+@pytest.fixture(scope="session")
+def server_urls() -> Iterator[Callable[[str], str]]:
+    """The address of a server by its name in `redis_servers`; each is started once, when first asked for."""
+    started: dict[str, ValkeyServer] = {}
+
+    def url(name: str) -> str:
+        if name not in started:
+            started[name] = ValkeyServer(program=redis_servers()[name]).start()
+        return started[name].url
+
+    yield url
+    for server in started.values():
+        server.close()
+
+
+def _server(name: str, protocol: int, decode: bool) -> Any:
+    return pytest.param(("server", name, protocol, decode), id=f"{name}-resp{protocol}-{'text' if decode else 'bytes'}")
+
+
+_SERVERS = [_server(name, *client) for name in SERVERS for client in CLIENTS]
+
+
+@pytest.fixture(params=[pytest.param(("memory",), id="memory"), *_SERVERS])
+def there(request: pytest.FixtureRequest, server_urls: Callable[[str], str]) -> Iterator[Any]:
+    """A transport (`there.transport`) and how to interfere with it."""
+    kind, *details = request.param
+    if kind == "memory":
+        yield Memory()
+        return
+    name, protocol, decode = details
+    server = Server(server_urls(name), protocol, decode)
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=_SERVERS)
+def server(request: pytest.FixtureRequest, server_urls: Callable[[str], str]) -> Iterator[Server]:
+    """Only the servers, for what memory cannot suffer."""
+    _, name, protocol, decode = request.param
+    found = Server(server_urls(name), protocol, decode)
+    yield found
+    found.close()
+
+
+def marker(seq: int, epoch: int = 1) -> Marker:
+    return Marker(epoch, seq, f"token{seq}")
+
+
+def part(seq: int, expected: Marker | None = None, stream: str = "a", events: int = 1, **more: Any) -> Part:
+    names = [f"{seq}.{n}" for n in range(events)]
+    fields = [["id", name, "type", "t"] for name in names]
+    return Part(stream, expected, more.pop("marker", marker(seq)), fields, [name.encode() for name in names], **more)
+
+
+def published(there: Any, *names: str, stream: str = "a") -> None:
+    """Put entries with these data into the stream."""
+    for name in names:
+        there.add(stream, {b"data": name.encode()})
+
+
+def data(deliveries: list[Delivery]) -> list[str]:
+    return [delivery.fields[b"data"].decode() for delivery in deliveries]
+
+
+def in_stream(there: Any, stream: str = "a") -> list[str]:
+    return [fields[b"data"].decode() for fields in there.entries(stream)]
+
+
+# --- publish ------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_published_when_the_expected_marker_is_there(there: Any) -> None:
+    transport = there.transport
+    assert transport.markers(["a"]) == {"a": None}
+    assert transport.publish([part(1, events=3, lanes=4)]) == [marker(1)]
+    assert transport.publish([part(2, marker(1))]) == [marker(2)]
+    assert in_stream(there) == ["1.0", "1.1", "1.2", "2.0"]
+    assert transport.markers(["a", "b"]) == {"a": marker(2), "b": None}
+    assert transport.info("a").lanes == 1
+    assert transport.info("b").lanes is None
+
+
+def test_lanes_are_left_beside_the_stream(there: Any) -> None:
+    there.transport.publish([part(1, stream="a:3", lanes=4)])
+    assert there.transport.info("a:3").lanes == 4
+
+
+def test_publishing_again_adds_nothing(there: Any) -> None:
+    for _ in range(3):
+        assert there.transport.publish([part(1, events=2)]) == [marker(1)]
+    assert in_stream(there) == ["1.0", "1.1"]
+
+
+@pytest.mark.parametrize(
+    ("expected", "why"),
+    [
+        (None, "none is expected where one is"),
+        (marker(1), "behind"),
+        (marker(3), "ahead: the stream has lost a batch"),
+        (Marker(1, 2, "other"), "the number of another history"),
+        (Marker(2, 2, "token2"), "another epoch"),
+    ],
+)
+def test_an_unexpected_marker_refuses_the_batch_and_is_told(there: Any, expected: Marker | None, why: str) -> None:
+    there.transport.publish([part(1)])
+    there.transport.publish([part(2, marker(1))])
+    assert there.transport.publish([part(7, expected)]) == [marker(2)], why
+    assert in_stream(there) == ["1.0", "2.0"]
+
+
+def test_a_marker_that_is_expected_and_missing_refuses_the_batch(there: Any) -> None:
+    assert there.transport.publish([part(2, marker(1))]) == [None]
+    assert in_stream(there) == []
+
+
+def test_streams_of_one_batch_are_independent(there: Any) -> None:
+    there.transport.publish([part(1, stream="b")])
+    found = there.transport.publish([
+        part(2, stream="a"), part(2, marker(9), stream="b"), part(2, stream="c", events=2), part(2, marker(1), stream="d")
+    ])  # fmt: skip
+    assert found == [marker(2), marker(1), marker(2), None]
+    assert [in_stream(there, stream) for stream in "abcd"] == [["2.0"], ["1.0"], ["2.0", "2.1"], []]
+
+
+def test_of_eight_relays_one_publishes(there: Any) -> None:
+    transports = [there.another() for _ in range(8)]
+    barrier = threading.Barrier(8)
+
+    def publish(n: int) -> Marker | None:
+        barrier.wait()
+        (found,) = transports[n].publish([part(n, marker=Marker(1, 1, f"relay{n}"), events=5)])
+        return found
+
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(publish, range(8)))
+    assert len(found) == 1
+    (winner,) = found
+    assert in_stream(there) == [f"{winner.token.removeprefix('relay')}.{n}" for n in range(5)]
+
+
+def test_a_lost_stream_has_no_marker_and_can_be_published_again(there: Any) -> None:
+    there.transport.publish([part(1)])
+    there.lose("a")
+    assert there.transport.markers(["a"]) == {"a": None}
+    assert there.transport.publish([part(2, marker(1))]) == [None]
+    assert there.transport.publish([part(1)]) == [marker(1)]
+    assert in_stream(there) == ["1.0"]
+
+
+def test_a_group_that_was_there_first_does_not_disturb_the_first_batch(there: Any) -> None:
+    there.transport.open(GROUP, ["a"])
+    assert there.transport.markers(["a"]) == {"a": None}
+    assert there.transport.publish([part(1)]) == [marker(1)]
+
+
+def test_a_stranger_adding_entries_does_not_disturb_the_marker(there: Any) -> None:
+    there.transport.publish([part(1)])
+    published(there, "stranger")
+    assert there.transport.markers(["a"]) == {"a": marker(1)}
+    assert there.transport.publish([part(2, marker(1))]) == [marker(2)]
+
+
+def test_deleted_entries_do_not_disturb_the_marker(there: Any) -> None:
+    there.transport.publish([part(1, events=2)])
+    there.transport.open(GROUP, ["a"])
+    for delivery in there.transport.read(GROUP, "one", ["a"], 10, 0):
+        there.delete("a", delivery.receipt)
+    assert there.transport.markers(["a"]) == {"a": marker(1)}
+
+
+def test_o_69_payloads_are_received_equal_to_the_byte(there: Any) -> None:
+    payloads = [b"\xff\xfe\x00\x80", BINARY, b"", b"x" * 100_000, "é😀".encode()]
+    fields = [["id", str(n), "type", "té😀", "x", ""] for n in range(len(payloads))]
+    assert there.transport.publish([Part("a", None, marker(1), fields, payloads)]) == [marker(1)]
+    published(there, "good")
+    there.transport.open(GROUP, ["a"])
+    found = there.transport.read(GROUP, "one", ["a"], 10, 0)
+    assert [d.fields[b"data"] for d in found] == [*payloads, b"good"]
+    assert found[0].fields[b"type"].decode() == "té😀"
+    assert found[0].fields[b"x"] == b""
+    there.transport.ack(GROUP, found)
+    assert there.pending("a") == 0
+
+
+def test_o_69_names_and_values_of_strangers_may_be_any_bytes(there: Any) -> None:
+    there.add("a", {b"\xff\x00": BINARY})
+    there.transport.open(GROUP, ["a"])
+    (found,) = there.transport.read(GROUP, "one", ["a"], 10, 0)
+    assert found.fields == {b"\xff\x00": BINARY}
+
+
+def test_a_large_batch_is_published_whole_and_in_order(there: Any) -> None:
+    assert there.transport.publish([part(1, events=3000)]) == [marker(1)]
+    assert in_stream(there) == [f"1.{n}" for n in range(3000)]
+
+
+# --- groups and reading -------------------------------------------------------------------------------------
+
+
+def test_a_group_starts_at_the_beginning_and_opening_again_changes_nothing(there: Any) -> None:
+    published(there, "1", "2")
+    assert there.transport.open(GROUP, ["a"]) == {}
+    assert data(there.transport.read(GROUP, "one", ["a"], 10, 0)) == ["1", "2"]
+    assert there.transport.open(GROUP, ["a"]) == {}
+    assert there.transport.read(GROUP, "one", ["a"], 10, 0) == []
+    assert there.pending("a") == 2
+
+
+def test_each_group_gets_everything_and_each_of_a_group_its_share(there: Any) -> None:
+    there.transport.open(GROUP, ["a"])
+    there.transport.open("other", ["a"])
+    published(there, "1", "2", "3")
+    assert data(there.transport.read(GROUP, "one", ["a"], 2, 0)) == ["1", "2"]
+    assert data(there.transport.read(GROUP, "two", ["a"], 2, 0)) == ["3"]
+    assert data(there.transport.read("other", "one", ["a"], 10, 0)) == ["1", "2", "3"]
+
+
+def test_count_is_for_each_stream_and_streams_are_told_apart(there: Any) -> None:
+    streams = ["a", "b:0", "b:1"]
+    there.transport.open(GROUP, streams)
+    for stream in streams:
+        published(there, "1", "2", "3", stream=stream)
+    found = there.transport.read(GROUP, "one", streams, 2, 0)
+    assert [(d.stream, d.fields[b"data"]) for d in found] == [(s, n) for s in streams for n in (b"1", b"2")]
+    assert {d.count for d in found} == {1}
+
+
+def test_a_blocked_reader_is_woken_by_a_new_entry(there: Any) -> None:
+    there.transport.open(GROUP, ["a", "b"])
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(there.another().read, GROUP, "one", ["a", "b"], 10, 20)
+        there.transport.publish([part(1, stream="b")])
+        assert data(reading.result(timeout=10)) == ["1.0"]
+
+
+def test_a_reader_does_not_wait_for_ever(there: Any) -> None:
+    there.transport.open(GROUP, ["a"])
+    assert there.transport.read(GROUP, "one", ["a"], 10, 0.01) == []
+    assert there.transport.read(GROUP, "one", ["a"], 10, 0.0001) == []
+
+
+def test_what_is_acknowledged_is_forgotten(there: Any) -> None:
+    there.transport.open(GROUP, ["a", "b"])
+    published(there, "1", "2")
+    published(there, "3", stream="b")
+    found = there.transport.read(GROUP, "one", ["a", "b"], 10, 0)
+    there.transport.ack(GROUP, [found[2], found[0]])
+    assert (there.pending("a"), there.pending("b")) == (1, 0)
+    there.transport.ack(GROUP, found)
+    there.transport.ack(GROUP, found)
+    there.transport.ack(GROUP, [])
+    assert there.pending("a") == 0
+    assert there.transport.claim(GROUP, "two", "a", 0, 10).deliveries == []
+
+
+def test_acknowledging_what_is_gone_does_nothing(there: Any) -> None:
+    there.transport.open(GROUP, ["a"])
+    published(there, "1")
+    found = there.transport.read(GROUP, "one", ["a"], 10, 0)
+    there.lose("a")
+    there.transport.ack(GROUP, found)
+
+
+# --- claims -------------------------------------------------------------------------------------------------
+
+
+def test_only_what_was_pending_long_enough_is_claimed(there: Any) -> None:
+    there.transport.open(GROUP, ["a"])
+    published(there, "1", "2")
+    there.transport.read(GROUP, "one", ["a"], 10, 0)
+    assert there.transport.claim(GROUP, "two", "a", 60, 10).deliveries == []
+    claimed = eventually(lambda: there.transport.claim(GROUP, "two", "a", 0.02, 10).deliveries)
+    assert (data(claimed), [d.count for d in claimed]) == (["1", "2"], [2, 2])
+    assert there.transport.claim(GROUP, "three", "a", 60, 10).deliveries == []
+    again = there.transport.claim(GROUP, "three", "a", 0, 10).deliveries
+    assert [d.count for d in again] == [3, 3]
+    assert [d.receipt for d in again] == [d.receipt for d in claimed]
+
+
+def test_claims_go_page_by_page_to_the_end(there: Any) -> None:
+    there.transport.open(GROUP, ["a"])
+    published(there, *map(str, range(10)))
+    there.transport.read(GROUP, "one", ["a"], 100, 0)
+    seen, cursor, pages = [], None, 0
+    while True:
+        claim = there.transport.claim(GROUP, "two", "a", 0, 4, cursor)
+        seen += data(claim.deliveries)
+        pages, cursor = pages + 1, claim.cursor
+        if cursor is None:
+            break
+    assert (seen, pages) == ([str(n) for n in range(10)], 3)
+
+
+def test_what_was_deleted_while_pending_is_named_and_forgotten(there: Any) -> None:
+    there.transport.open(GROUP, ["a"])
+    published(there, "1", "2", "3")
+    found = there.transport.read(GROUP, "one", ["a"], 10, 0)
+    there.delete("a", found[1].receipt)
+    claim = there.transport.claim(GROUP, "two", "a", 0, 10)
+    assert (data(claim.deliveries), claim.missing) == (["1", "3"], [found[1].receipt])
+    assert there.pending("a") == 2
+    assert there.transport.claim(GROUP, "three", "a", 0, 10).missing == []
+
+
+def test_o_13_eight_claimers_at_once_get_each_delivery_once(there: Any) -> None:
+    there.transport.open(GROUP, ["a"])
+    names = [str(n) for n in range(100)]
+    published(there, *names)
+    there.transport.read(GROUP, "dead", ["a"], 100, 0)
+    idle_seconds = 0.3  # far more than the claims take, so that what one has taken is not due for the next
+    eventually(lambda: _all_idle(there, idle_seconds))
+    transports = [there.another() for _ in range(8)]
+    barrier = threading.Barrier(8)
+
+    def claim(n: int) -> list[Delivery]:
+        barrier.wait()
+        got, cursor = [], None
+        while True:
+            page = transports[n].claim(GROUP, f"c{n}", "a", idle_seconds, 10, cursor)
+            got += page.deliveries
+            assert page.missing == []
+            if (cursor := page.cursor) is None:
+                return got
+
+    with ThreadPoolExecutor(8) as pool:
+        claimed = [delivery for got in pool.map(claim, range(8)) for delivery in got]
+    assert sorted(data(claimed), key=int) == names
+    assert {delivery.count for delivery in claimed} == {2}
+
+
+def _all_idle(there: Any, idle_seconds: float) -> bool:
+    if isinstance(there, Memory):
+        import time
+
+        pending = there.transport._streams["a"].groups[GROUP].pending.values()
+        return all(time.monotonic() - p.delivered_at >= idle_seconds for p in pending)
+    found = there.raw.xpending_range(there.key("a"), GROUP, "-", "+", 100, idle=round(idle_seconds * 1000))
+    return len(found) == 100
+
+
+def test_what_is_handed_back_is_claimable_at_once_and_not_counted(there: Any) -> None:
+    there.transport.open(GROUP, ["a", "b"])
+    published(there, "1", "2")
+    published(there, "3", stream="b")
+    found = there.transport.read(GROUP, "one", ["a", "b"], 10, 0)
+    there.transport.hand_back(GROUP, "one", [found[0], found[2]])
+    claimed = there.transport.claim(GROUP, "two", "a", 60, 10).deliveries
+    assert (data(claimed), [d.count for d in claimed]) == (["1"], [1])
+    assert data(there.transport.claim(GROUP, "two", "b", 60, 10).deliveries) == ["3"]
+    there.transport.hand_back(GROUP, "two", claimed)
+    (again,) = there.transport.claim(GROUP, "three", "a", 60, 10).deliveries
+    assert again.count == 1
+    there.transport.hand_back(GROUP, "three", [])
+
+
+def test_handing_back_a_claimed_delivery_restores_the_count_before_the_claim(there: Any) -> None:
+    there.transport.open(GROUP, ["a"])
+    published(there, "1")
+    there.transport.read(GROUP, "one", ["a"], 10, 0)
+    claimed = there.transport.claim(GROUP, "two", "a", 0, 10).deliveries
+    assert claimed[0].count == 2
+    there.transport.hand_back(GROUP, "two", claimed)
+    assert there.transport.claim(GROUP, "three", "a", 60, 10).deliveries[0].count == 2
+
+
+def test_o_14_what_somebody_else_has_claimed_cannot_be_handed_back(there: Any) -> None:
+    there.transport.open(GROUP, ["a"])
+    published(there, "1", "2")
+    late = there.transport.read(GROUP, "paused", ["a"], 10, 0)
+    assert len(there.transport.claim(GROUP, "successor", "a", 0, 1).deliveries) == 1
+    there.transport.hand_back(GROUP, "paused", late)
+    assert data(there.transport.claim(GROUP, "third", "a", 60, 10).deliveries) == ["2"]
+
+
+def test_what_was_acknowledged_is_not_handed_back(there: Any) -> None:
+    there.transport.open(GROUP, ["a"])
+    published(there, "1")
+    found = there.transport.read(GROUP, "one", ["a"], 10, 0)
+    there.transport.ack(GROUP, found)
+    there.transport.hand_back(GROUP, "one", found)
+    assert there.pending("a") == 0
+
+
+# --- what is lost -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_without_a_group_reading_and_claiming_say_so(there: Any, opened: bool) -> None:
+    if opened:
+        there.transport.open("other", ["a"])
+    for call in (
+        lambda: there.transport.read(GROUP, "one", ["a"], 10, 0),
+        lambda: there.transport.read(GROUP, "one", ["a"], 10, 1),
+        lambda: there.transport.claim(GROUP, "one", "a", 0, 10),
+    ):
+        with pytest.raises(GroupLost) as lost:
+            call()
+        assert lost.value.retryable
+
+
+def test_a_lost_group_is_made_again_and_gets_everything(there: Any) -> None:
+    there.transport.open(GROUP, ["a"])
+    there.transport.publish([part(1)])
+    there.transport.read(GROUP, "one", ["a"], 10, 0)
+    there.lose("a")
+    there.transport.publish([part(1)])
+    with pytest.raises(GroupLost):
+        there.transport.read(GROUP, "one", ["a"], 10, 0)
+    there.transport.open(GROUP, ["a"])
+    assert data(there.transport.read(GROUP, "one", ["a"], 10, 0)) == ["1.0"]
+
+
+def test_a_blocked_reader_is_told_at_once_when_the_stream_goes(there: Any) -> None:
+    there.transport.open(GROUP, ["a", "b"])
+    reader = there.another()
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(reader.read, GROUP, "one", ["a", "b"], 10, 25)
+        eventually(lambda: _is_blocked(there) or reading.done())
+        there.lose("a")
+        with pytest.raises(GroupLost):
+            reading.result(timeout=10)
+
+
+def _is_blocked(there: Any) -> bool:
+    if isinstance(there, Memory):
+        return bool(there.transport._changed._waiters)  # type: ignore[attr-defined]  # of threading.Condition
+    return int(there.raw.info("clients")["blocked_clients"]) > 0
+
+
+# --- what only servers suffer -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "loss", ["stream", "marker", "remade with a group", "remade by a stranger", "garbled marker", "older dump"]
+)
+def test_a_stream_that_lost_entries_counts_as_having_no_marker(server: Server, loss: str) -> None:
+    server.transport.publish([part(1, events=2)])
+    key, beside = server.key("a"), f"{server.key('a')}:relay"
+    dump = server.raw.dump(key)
+    server.transport.publish([part(2, marker(1))])
+    if loss != "marker" and loss != "garbled marker":
+        server.raw.delete(key)
+    match loss:
+        case "marker":
+            server.raw.delete(beside)
+        case "remade with a group":
+            server.transport.open(GROUP, ["a"])
+        case "remade by a stranger":
+            for n in range(5):
+                server.raw.xadd(key, {"data": "x"}, id=f"5-{n + 1}")
+        case "garbled marker":
+            server.raw.hset(beside, "batch", "nonsense")
+        case "older dump":
+            server.raw.restore(key, 0, dump)
+    assert server.transport.markers(["a"]) == {"a": None}
+    assert server.transport.publish([part(3, marker(2))]) == [None]
+
+
+def test_one_key_of_another_type_stops_only_its_own_stream(server: Server) -> None:
+    server.raw.set(server.key("b"), "x")
+    server.raw.set(f"{server.key('c')}:relay", "x")
+    one, two, three, four = server.transport.publish([part(1, stream=stream) for stream in "abcd"])
+    assert (one, four) == (marker(1), marker(1))
+    assert isinstance(two, StreamUnusable)
+    assert isinstance(three, StreamUnusable)
+    assert (two.code, two.retryable) == ("WRONGTYPE", True)
+    assert in_stream(server, "d") == ["1.0"]
+    markers = server.transport.markers(["a", "b"])
+    assert markers["a"] == marker(1)
+    assert isinstance(markers["b"], StreamUnusable)
+    unusable = server.transport.open(GROUP, ["a", "b", "d"])
+    assert list(unusable) == ["b"]
+    assert isinstance(unusable["b"], StreamUnusable)
+    with pytest.raises(StreamUnusable):
+        server.transport.read(GROUP, "one", ["a", "b"], 10, 0)
+    assert data(server.transport.read(GROUP, "one", ["a", "d"], 10, 0)) == ["1.0", "1.0"]
+    server.raw.delete(server.key("b"))
+    assert server.transport.publish([part(1, stream="b")]) == [marker(1)]
+
+
+def test_o_48_scripts_may_be_forgotten_at_any_moment(server: Server) -> None:
+    expected = None
+    for seq in range(1, 4):
+        server.raw.script_flush()
+        assert server.transport.publish([part(seq, expected), part(seq, expected, stream="b")]) == [marker(seq)] * 2
+        server.raw.script_flush()
+        assert server.transport.markers(["a"]) == {"a": marker(seq)}
+        expected = marker(seq)
+    assert in_stream(server) == in_stream(server, "b") == ["1.0", "2.0", "3.0"]
+
+
+def test_a_reader_whose_group_is_destroyed_is_told(server: Server) -> None:
+    server.transport.open(GROUP, ["a"])
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(server.another().read, GROUP, "one", ["a"], 10, 25)
+        eventually(lambda: _is_blocked(server))
+        server.raw.xgroup_destroy(server.key("a"), GROUP)
+        with pytest.raises(GroupLost):
+            reading.result(timeout=10)
+
+
+def test_a_reader_whose_stream_becomes_something_else_is_told(server: Server) -> None:
+    server.transport.open(GROUP, ["a"])
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(server.another().read, GROUP, "one", ["a"], 10, 25)
+        eventually(lambda: _is_blocked(server))
+        server.raw.set(server.key("a"), "x")
+        with pytest.raises((GroupLost, StreamUnusable)):
+            reading.result(timeout=10)
+    assert isinstance(server.transport.open(GROUP, ["a"])["a"], StreamUnusable)
+
+
+def test_all_keys_begin_with_the_prefix_and_share_a_slot(server: Server) -> None:
+    server.transport.publish([part(1, stream="a:3")])
+    keys = sorted(server.raw.scan_iter(match=f"{server.prefix}*", count=1000))
+    assert keys == [server.key("a:3").encode(), f"{server.key('a:3')}:relay".encode()]
+    assert {key[key.index(b"{") : key.index(b"}")] for key in keys} == {b"{a:3"}
+
+
+def test_a_server_that_is_not_there_is_unavailable() -> None:
+    transport = StreamTransport.from_url("redis://127.0.0.1:1/0", timeout_seconds=1)
+    for call in (
+        lambda: transport.markers(["a"]),
+        lambda: transport.publish([part(1)]),
+        lambda: transport.info("a"),
+        lambda: transport.open(GROUP, ["a"]),
+        lambda: transport.read(GROUP, "one", ["a"], 1, 0),
+        lambda: transport.claim(GROUP, "one", "a", 0, 1),
+        lambda: transport.ack(GROUP, [Delivery("a", "1-1", {})]),
+        lambda: transport.hand_back(GROUP, "one", [Delivery("a", "1-1", {})]),
+    ):
+        with pytest.raises(TransportUnavailable) as error:
+            call()
+        assert isinstance(error.value.__cause__, redis.RedisError)
+        assert error.value.retryable
+    transport.close()
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_full_server_adds_a_batch_whole_or_not_at_all(name: str, own_valkey: Callable[..., ValkeyServer]) -> None:
+    server = Server(own_valkey(name).url, 3, False)
+    server.transport.publish([part(1)])
+    server.transport.open(GROUP, ["a"])
+    found = server.transport.read(GROUP, "one", ["a"], 10, 0)
+    server.raw.config_set("maxmemory", "1")
+    (refused,) = server.transport.publish([part(2, marker(1), events=3)])
+    assert isinstance(refused, TransportUnavailable)
+    assert refused.code == "OOM"
+    server.transport.ack(GROUP, found)
+    server.raw.config_set("maxmemory", "0")
+    assert server.transport.markers(["a"]) == {"a": marker(1)}
+    assert server.transport.publish([part(2, marker(1), events=3)]) == [marker(2)]
+    assert in_stream(server) == ["1.0", "2.0", "2.1", "2.2"]
+    server.close()
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_restarted_server_is_found_again(name: str, own_valkey: Callable[..., ValkeyServer]) -> None:
+    process = own_valkey(name)
+    server = Server(process.url, 2, True)
+    server.transport.publish([part(1)])
+    process.kill()
+    with pytest.raises(TransportUnavailable):
+        server.transport.publish([part(2, marker(1))])
+    process.start()
+    found = eventually(lambda: server.transport.publish([part(1)]), ignoring=(TransportError,))
+    assert found == [marker(1)]
+    server.raw.close()
+
+
+# --- names --------------------------------------------------------------------------------------------------
+
+
+def test_streams_of_a_topic() -> None:
+    assert streams_of("a", 1) == ["a"]
+    assert streams_of("a", 3) == ["a:0", "a:1", "a:2"]
+    assert stream_of("a", "k", 1) == stream_of("a", None, 1) == "a"
+    assert stream_of("a", None, 3) == "a:0"
+    assert stream_of("a", "é", 1024) == "a:881"  # zlib.crc32 of UTF-8: part of the contract with other languages
+    assert {stream_of("a", str(n), 8) for n in range(200)} == set(streams_of("a", 8))
+    assert [topic_of(stream) for stream in ("a", "a:7")] == ["a", "a"]
+
+
+@pytest.mark.parametrize("text", ["", "1", "1:2", "a:2:t", "1:b:t", "1:2:", "::", "-1:2:t"])
+def test_a_malformed_marker_is_none(text: str) -> None:
+    assert Marker.parse(text) is None
+
+
+def test_a_marker_is_read_as_it_is_written() -> None:
+    assert Marker.parse(str(Marker(3, 12, "x:y"))) == Marker(3, 12, "x:y")

@@ -1,0 +1,182 @@
+"""Settings say what is wrong with which variable, and never show what may be a password."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from outbox.errors import SettingsError
+from outbox.settings import (
+    RelaySettings,
+    check_schema,
+    database_address,
+    database_url_from_environment,
+    redis_address,
+)
+
+DATABASE = "postgresql://app@localhost/app"
+REDIS = "redis://localhost/0"
+PASSWORD = "S3cr3t!%40"
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in list(os.environ):
+        if name.upper().startswith("OUTBOX_") or name in ("DATABASE_URL", "REDIS_URL"):
+            monkeypatch.delenv(name)
+
+
+def settings(**values: Any) -> RelaySettings:
+    return RelaySettings(**{"database_url": DATABASE, "redis_url": REDIS, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "variable", "rule"),
+    [
+        ({"batch_rows": 0}, "OUTBOX_BATCH_ROWS", "greater than or equal to 1"),
+        ({"batch_rows": "many"}, "OUTBOX_BATCH_ROWS", "integer"),
+        ({"batch_bytes": 1}, "OUTBOX_BATCH_BYTES", "1024"),
+        ({"poll_min_seconds": 0}, "OUTBOX_POLL_MIN_SECONDS", "greater than 0"),
+        ({"poll_min_seconds": 2.0, "poll_max_seconds": 1.0}, "OUTBOX_POLL_MIN_SECONDS", "OUTBOX_POLL_MAX_SECONDS"),
+        ({"partition_rows": 1}, "OUTBOX_PARTITION_ROWS", "1000"),
+        ({"redis_timeout_seconds": -1}, "OUTBOX_REDIS_TIMEOUT_SECONDS", "greater than 0"),
+        ({"key_prefix": "a b"}, "OUTBOX_KEY_PREFIX", "pattern"),
+        ({"key_prefix": "{a}"}, "OUTBOX_KEY_PREFIX", "pattern"),
+        ({"schema_name": "a;b"}, "OUTBOX_SCHEMA", "letters"),
+        ({"schema_name": "pg_toast"}, "OUTBOX_SCHEMA", "pg_"),
+        ({"lanes": "payments"}, "OUTBOX_LANES", "payments=8,orders=2"),
+        ({"lanes": "payments=many"}, "OUTBOX_LANES", "payments=8,orders=2"),
+        ({"lanes": "payments=0"}, "OUTBOX_LANES", "1 to 1024"),
+        ({"lanes": {"payments": 1025}}, "OUTBOX_LANES", "1 to 1024"),
+        ({"lanes": {"pay:ments": 2}}, "OUTBOX_LANES", "topic"),
+        ({"database_url": "mysql://x"}, "DATABASE_URL", "PostgreSQL address"),
+        ({"redis_url": "http://x"}, "REDIS_URL", "Redis address"),
+        ({"nonsense": 1}, "nonsense", "not permitted"),
+    ],
+)
+def test_an_error_names_the_variable_and_the_rule(values: dict[str, Any], variable: str, rule: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        settings(**values)
+    assert variable.lower() in str(refused.value).lower()
+    assert rule in str(refused.value)
+
+
+def test_every_missing_variable_is_named() -> None:
+    with pytest.raises(SettingsError, match=r"DATABASE_URL: is not set; REDIS_URL: is not set"):
+        RelaySettings()
+    with pytest.raises(SettingsError, match="DATABASE_URL: is not set"):
+        database_url_from_environment()
+
+
+def test_values_come_from_the_environment_and_arguments_go_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "DATABASE_URL": DATABASE, "REDIS_URL": REDIS, "OUTBOX_BATCH_ROWS": "7", "OUTBOX_LANES": " payments=8, orders=2,",
+        "OUTBOX_SCHEMA": "TenantA", "OUTBOX_KEY_PREFIX": "t1:a", "OUTBOX_POLL_MAX_SECONDS": "",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    from_environment = RelaySettings()
+    assert from_environment.batch_rows == 7
+    assert from_environment.lanes == {"payments": 8, "orders": 2}
+    assert from_environment.schema_name == "TenantA"
+    assert from_environment.key_prefix == "t1:a"
+    assert from_environment.poll_max_seconds == 0.1
+    assert RelaySettings(batch_rows=9).batch_rows == 9
+    assert database_url_from_environment() == DATABASE
+
+
+def test_an_environment_error_names_the_variable_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTBOX_SCHEMA", "a;b")
+    monkeypatch.setenv("OUTBOX_BATCH_ROWS", "x")
+    with pytest.raises(SettingsError, match=r"OUTBOX_SCHEMA: .*; OUTBOX_BATCH_ROWS: "):
+        settings()
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        settings().batch_rows = 3
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://u@h/d",
+        "postgres://u@h/d",
+        "postgresql+psycopg://u@h/d",
+        "postgresql+asyncpg://u@h/d",
+        "host=h user=u dbname=d",
+        "postgresql://u@h1,h2:5433/d?target_session_attrs=read-write",
+    ],
+)
+def test_forms_of_a_postgresql_address(url: str) -> None:
+    from psycopg.conninfo import conninfo_to_dict
+
+    assert conninfo_to_dict(database_address(url))["dbname"] == "d"
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("redis://h:1/2", "redis://h:1/2"),
+        ("rediss://h", "rediss://h"),
+        ("unix:///run/x.sock", "unix:///run/x.sock"),
+        ("valkey://:p@h", "redis://:p@h"),
+        ("valkeys://h", "rediss://h"),
+    ],
+)
+def test_forms_of_a_redis_address(url: str, address: str) -> None:
+    assert redis_address(url) == address
+
+
+@pytest.mark.parametrize(
+    ("field", "url"),
+    [
+        ("database_url", f"postgresql://u:{PASSWORD}@h:port/d?nonsense=1"),
+        ("database_url", f"mysql://u:{PASSWORD}@h/d"),
+        ("database_url", f"password={PASSWORD} nonsense=1"),
+        ("database_url", f"host=h password='{PASSWORD}"),
+        ("redis_url", f"http://u:{PASSWORD}@h"),
+        ("redis_url", f"redis://u:{PASSWORD}@h:port/0"),
+        ("redis_url", f"redis://u:{PASSWORD}@h/0?socket_timeout=soon"),
+    ],
+)
+def test_o_95_a_malformed_address_is_not_shown(field: str, url: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        settings(**{field: url})
+    seen: BaseException | None = refused.value
+    while seen is not None:
+        if seen is refused.value or not refused.value.__suppress_context__:
+            assert "S3cr3t" not in f"{seen} {seen!r}"
+        seen = seen.__cause__
+    assert field.upper() in str(refused.value)
+
+
+def test_o_95_a_password_is_in_no_form_of_the_settings() -> None:
+    made = settings(database_url=f"postgresql://u:{PASSWORD}@h/d", redis_url=f"redis://:{PASSWORD}@h/0")
+    for shown in (str(made), repr(made), f"{made}", str(made.model_dump()), made.model_dump_json()):
+        assert "S3cr3t" not in shown
+    assert PASSWORD in made.database_url.get_secret_value()
+    assert pickle.loads(pickle.dumps(made)) == made  # noqa: S301 - ours, for multiprocessing
+
+
+@pytest.mark.parametrize(
+    "name", ["public", "tenant_a", "TenantA", "tenant-a", "select", "té", "a b", "a.b", "1a", "ü" * 31]
+)
+def test_o_89_schema_names_that_work(name: str) -> None:
+    assert check_schema(name) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        'x"; DROP TABLE accounts; -- ', "x'); SELECT pg_sleep(5)--", "", " a", "a\n", "a;b", "a'b", 'a"b', "a%b", "a:b",
+        "a{s}b", "a\x00", "pg_catalog", "PG_x", "n" * 64, "ü" * 32, None, 7,
+    ],
+)  # fmt: skip
+def test_o_94_schema_names_that_are_refused(name: Any) -> None:
+    with pytest.raises(SettingsError, match="schema: "):
+        check_schema(name)
