@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Iterable
 from contextlib import redirect_stdout
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import sqlalchemy
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy.pool import NullPool
 
 from outbox.errors import SchemaError
@@ -33,10 +35,20 @@ def connect(url: str, application: str, **options: Any) -> psycopg.Connection[An
         url: as `outbox.settings.database_address` takes it.
         application: shown as ``application_name`` in ``pg_stat_activity``.
     """
-    options.setdefault("connect_timeout", 10)
-    return psycopg.connect(
-        database_address(url), prepare_threshold=None, fallback_application_name=application, **options
-    )
+    address = database_address(url)
+    given = conninfo_to_dict(address)
+    defaults = {name: value for name, value in _CONNECTION.items() if name not in given}
+    return psycopg.connect(address, prepare_threshold=None, **(defaults | {"application_name": application} | options))
+
+
+#: A server that vanished without a word is noticed within a minute. An address may say otherwise.
+_CONNECTION: dict[str, Any] = {
+    "connect_timeout": 10,
+    "keepalives_idle": 15,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}
 
 
 def engine(url: str, application: str, **options: Any) -> sqlalchemy.Engine:
@@ -88,6 +100,7 @@ def upgrade_sql(branch: Branch, *, schema: str = "public") -> str:
     return re.sub(r"[ \t]+\n", "\n", buffer.getvalue())
 
 
+@lru_cache(maxsize=2)
 def head(branch: Branch) -> str:
     """The revision this version of the code wants."""
     revision = ScriptDirectory.from_config(_config(branch, "public")).get_revision(f"{branch}@head")

@@ -134,9 +134,7 @@ class StreamTransport:
             (b"XACK", self._key(stream), group, *(delivery.receipt for delivery in some))
             for stream, some in groupby(sorted(deliveries, key=attrgetter("stream")), key=attrgetter("stream"))
         ]
-        for reply in self._pipeline(commands):
-            if isinstance(reply, RedisError):
-                raise _translated(reply)
+        _raise_first(self._pipeline(commands))
 
     def claim(
         self, group: str, consumer: str, stream: str, idle_seconds: float, count: int, cursor: str | None = None
@@ -162,15 +160,17 @@ class StreamTransport:
         return [receipt for receipt, reply in zip(receipts, replies, strict=True) if reply == []]
 
     def hand_back(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> None:
+        # What somebody else has claimed meanwhile is his: XCLAIM alone would take it from him.
+        replies = self._pipeline([
+            (b"XPENDING", self._key(d.stream), group, d.receipt, d.receipt, 1, consumer) for d in deliveries
+        ])  # fmt: skip
+        _raise_first(replies)
         # JUSTID leaves the count alone and RETRYCOUNT sets it, so that this delivery is as if it had not been.
-        commands = [
+        _raise_first(self._pipeline([
             (b"XCLAIM", self._key(d.stream), group, consumer, 0, d.receipt,
              b"IDLE", _LONG_IDLE_MS, b"RETRYCOUNT", d.count - 1, b"JUSTID")
-            for d in deliveries
-        ]  # fmt: skip
-        for reply in self._pipeline(commands):
-            if isinstance(reply, RedisError):
-                raise _translated(reply)
+            for d, ours in zip(deliveries, replies, strict=True) if ours
+        ]))  # fmt: skip
 
     # --- plumbing ---
 
@@ -194,6 +194,12 @@ class StreamTransport:
                 return pipeline.execute(raise_on_error=False)
 
         return _translating(run)
+
+
+def _raise_first(replies: Iterable[Any]) -> None:
+    for reply in replies:
+        if isinstance(reply, RedisError):
+            raise _translated(reply)
 
 
 def _argument(value: Any) -> Any:
