@@ -165,7 +165,12 @@ class MemoryTransport:
     def hand_back(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> None:
         with self._changed:
             for delivery in deliveries:
-                pending = self._group(group, delivery.stream).pending.get(int(delivery.receipt))
+                stream = self._streams.get(delivery.stream)
+                pending = (
+                    stream.groups[group].pending.get(int(delivery.receipt))
+                    if stream and group in stream.groups
+                    else None
+                )
                 if pending is not None and pending.consumer == consumer:
                     pending.delivered_at, pending.count = float("-inf"), delivery.count - 1
 

@@ -134,7 +134,7 @@ class StreamTransport:
             (b"XACK", self._key(stream), group, *(delivery.receipt for delivery in some))
             for stream, some in groupby(sorted(deliveries, key=attrgetter("stream")), key=attrgetter("stream"))
         ]
-        _raise_first(self._pipeline(commands))
+        _settle(self._pipeline(commands))
 
     def claim(
         self, group: str, consumer: str, stream: str, idle_seconds: float, count: int, cursor: str | None = None
@@ -164,12 +164,12 @@ class StreamTransport:
         replies = self._pipeline([
             (b"XPENDING", self._key(d.stream), group, d.receipt, d.receipt, 1, consumer) for d in deliveries
         ])  # fmt: skip
-        _raise_first(replies)
+        _settle(replies)
         # JUSTID leaves the count alone and RETRYCOUNT sets it, so that this delivery is as if it had not been.
-        _raise_first(self._pipeline([
+        _settle(self._pipeline([
             (b"XCLAIM", self._key(d.stream), group, consumer, 0, d.receipt,
              b"IDLE", _LONG_IDLE_MS, b"RETRYCOUNT", d.count - 1, b"JUSTID")
-            for d, ours in zip(deliveries, replies, strict=True) if ours
+            for d, ours in zip(deliveries, replies, strict=True) if ours and not isinstance(ours, RedisError)
         ]))  # fmt: skip
 
     # --- plumbing ---
@@ -196,10 +196,13 @@ class StreamTransport:
         return _translating(run)
 
 
-def _raise_first(replies: Iterable[Any]) -> None:
+def _settle(replies: Iterable[Any]) -> None:
+    """See to the errors of commands on pending lists: where the group or the stream is gone, so is the list."""
     for reply in replies:
         if isinstance(reply, RedisError):
-            raise _translated(reply)
+            error = _translated(reply)
+            if not isinstance(error, GroupLost | StreamUnusable):
+                raise error
 
 
 def _argument(value: Any) -> Any:
