@@ -66,7 +66,7 @@ def load(target: str) -> Consumer:
         SettingsError: there is none; says why.
     """
     module_name, colon, name = target.partition(":")
-    if not colon or not module_name or not name:
+    if not colon or not module_name or not name or module_name.startswith("."):
         raise SettingsError(f"{target!r} is not of the form module:name")
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

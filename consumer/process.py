@@ -15,7 +15,7 @@ import enum
 import logging
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -69,6 +69,7 @@ class _Work:
     """What a transaction did besides the handlers' effects."""
 
     fresh: set[uuid.UUID] = field(default_factory=set)
+    misuse: HandlerMisuse | None = None
 
 
 class HandlerSession(Session):
@@ -198,10 +199,13 @@ class Processor:
                     committing = True
             except BaseException as error:
                 if not raw.closed:
+                    raw.rollback()  # SQLAlchemy leaves it out after a commit that was refused
                     raise
                 connection.invalidate()
                 if not isinstance(error, Exception):
                     raise
+                if work.misuse:  # the handler closed it, not the server
+                    raise work.misuse from None
                 if "committing" in locals() and work.fresh and self._was_committed(work.fresh):
                     return
                 raise DatabaseUnavailable(f"PostgreSQL: {_brief(error)}") from error
@@ -241,7 +245,11 @@ class Processor:
             item.outcome = Outcome.DEAD if item.letter else Outcome.APPLIED
         to_run = [item for item in fresh if item.letter is None]
         versions = self._settle_versions(raw, to_run)
-        self._run(connection, raw, [item for item in to_run if item.outcome is Outcome.APPLIED])
+        try:
+            self._run(connection, raw, [item for item in to_run if item.outcome is Outcome.APPLIED])
+        except HandlerMisuse as error:
+            work.misuse = error
+            raise
         if versions:
             ledger.raise_versions(raw, versions)
         for outcome in (Outcome.STALE, Outcome.DEAD):
@@ -295,12 +303,14 @@ class Processor:
     def _run(self, connection: sqlalchemy.Connection, raw: Connection, items: list[_Item]) -> None:
         """Run the handlers, sorted by key: one key keeps its order, and a common order avoids deadlocks."""
         items.sort(key=lambda item: (item.event.key or "") if item.event else "")
+        if not items:
+            return
         session = HandlerSession(bind=connection)
-        # Inside psycopg's own transaction block a raw handler cannot commit or roll back.
-        guard = raw.transaction() if any(item.handler and item.handler.raw for item in items) else nullcontext()
         with ExitStack() as stack:
             stack.callback(session.discard)
-            stack.enter_context(guard)
+            # Inside psycopg's own transaction block nobody can commit or roll back, by whatever way he got at the
+            # connection: a commit would leave the ledger rows of events that have not run.
+            stack.enter_context(raw.transaction())
             for item in items:
                 event, handler = item.event, item.handler
                 assert event is not None
@@ -321,6 +331,7 @@ class Processor:
 def _letter(item: _Item, reason: str, error: str) -> DeadLetter:
     delivery = item.delivery
     event_id = item.event.id if item.event else None
+    error = error.replace("\x00", "\\x00")  # a field's name may have it, PostgreSQL's text may not
     return DeadLetter(delivery.stream, delivery.receipt, event_id, reason, error, delivery.fields, delivery.count)
 
 

@@ -97,9 +97,8 @@ class Worker:
             retry=tenacity.retry_if_exception_type(
                 (TransportError, DatabaseUnavailable, psycopg.OperationalError, sqlalchemy.exc.OperationalError)
             ),
-            wait=tenacity.wait_exponential_jitter(
-                initial=0.05, max=self._settings.backoff_max_seconds, jitter=self._settings.backoff_max_seconds / 4
-            ),
+            wait=tenacity.wait_exponential(multiplier=0.05, max=self._settings.backoff_max_seconds)
+            + tenacity.wait_random(0, self._settings.backoff_max_seconds / 4),
             stop=tenacity.stop_when_event_set(self._stopping),
             sleep=tenacity.sleep_using_event(self._stopping),
             before_sleep=self._failed,

@@ -1,0 +1,439 @@
+"""Consumers, their servers and the network between them are cut, killed and emptied for real."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psycopg
+import pytest
+import redis
+
+from consumer import Consumer
+from consumer.settings import ConsumerSettings
+from consumer.worker import Worker
+from outbox import Event, record
+from outbox.embedded import PostgresServer, ValkeyServer, redis_servers
+from outbox.envelope import uuid7
+from tests.faults.proxy import Proxy
+from tests.waiting import eventually
+
+ROOT = Path(__file__).parents[2]
+TOPIC, KEY = "accounts", "{accounts}"
+TABLES = """
+    CREATE TABLE public.effects (event_id uuid, amount numeric(20,2));
+    CREATE TABLE public.accounts (id text PRIMARY KEY, balance numeric(20,2) NOT NULL);
+    INSERT INTO public.accounts VALUES ('A', 0)
+"""
+HANDLERS = """
+import os, time
+from pathlib import Path
+from consumer import Consumer
+
+wallet = Consumer("ledger", topics=["accounts"])
+
+@wallet.on("credited", raw=True)
+def credit(event, connection):
+    with open(os.environ["STARTS"], "a") as starts:
+        starts.write(f"{event.id}\\n")
+    gate = os.environ.get("GATE")
+    while gate and not Path(gate).exists():
+        time.sleep(0.01)
+    connection.execute("INSERT INTO public.effects VALUES (%s, 1)", (event.id,))
+    connection.execute("UPDATE public.accounts SET balance = balance + 1 WHERE id = 'A'")
+"""
+
+
+def credit() -> Event:
+    return Event(topic=TOPIC, type="credited", payload={"amount": "1.00"}, key="A")
+
+
+def fields(number: int) -> dict[bytes, bytes]:
+    return {b"id": str(uuid7()).encode(), b"type": b"credited", b"subject": b"A", b"data": b"{}"}
+
+
+class Site:
+    """A database and a server of the test's own, and processes that work on them."""
+
+    def __init__(self, database_url: str, redis_url: str, folder: Path, stack: ExitStack) -> None:
+        self.database_url, self.redis_url, self.folder = database_url, redis_url, folder
+        self.redis: Any = stack.enter_context(redis.Redis.from_url(redis_url))
+        self.starts = folder / "starts"
+        self.starts.touch()
+        (folder / "shop.py").write_text(HANDLERS)
+        with self.connect() as connection:
+            connection.execute(TABLES)
+        self._stack = stack
+
+    def connect(self) -> psycopg.Connection[Any]:
+        return psycopg.connect(self.database_url, autocommit=True)
+
+    def run(self, *command: str, **environment: str) -> subprocess.Popen[bytes]:
+        """A process; killed at the end if it still runs. Its output is in `output`."""
+        clean = {n: v for n, v in os.environ.items() if not n.startswith(("CONSUMER_", "OUTBOX_"))}
+        settings = {
+            "DATABASE_URL": self.database_url, "REDIS_URL": self.redis_url, "STARTS": str(self.starts),
+            "PYTHONPATH": f"{ROOT}:{self.folder}", "CONSUMER_CLAIM_SECONDS": "0.5", "CONSUMER_CHECK_SECONDS": "0.2",
+            "CONSUMER_BLOCK_SECONDS": "0.2", "CONSUMER_BACKOFF_MAX_SECONDS": "0.3", "OUTBOX_BACKOFF_MAX_SECONDS": "0.3",
+            "OUTBOX_CHECK_SECONDS": "0.2",
+        }  # fmt: skip
+        with (self.folder / "output").open("ab") as sink:
+            process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                env=clean | settings | environment,
+                cwd=self.folder,
+                stdout=sink,
+                stderr=sink,
+            )
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
+        return process
+
+    def consumer(self, **environment: str) -> subprocess.Popen[bytes]:
+        return self.run("consumer", "run", "shop:wallet", **environment)
+
+    def add(self, number: int) -> None:
+        with self.redis.pipeline(transaction=False) as pipeline:
+            for n in range(number):
+                pipeline.xadd(KEY, fields(n))
+            pipeline.execute()
+
+    def record(self, number: int) -> None:
+        with psycopg.connect(self.database_url) as connection:
+            record(connection, *(credit() for _ in range(number)))
+
+    def state(self) -> tuple[int, int, int, int]:
+        """Effects, different events among them, ledger rows, balance."""
+        with self.connect() as connection:
+            row = connection.execute(
+                "SELECT (SELECT count(*) FROM public.effects), (SELECT count(DISTINCT event_id) FROM public.effects), "
+                "(SELECT count(*) FROM public.processed_messages), (SELECT balance FROM public.accounts)"
+            ).fetchone()
+        assert row is not None
+        return row[0], row[1], row[2], int(row[3])
+
+    def pending(self) -> int:
+        try:
+            return int(self.redis.xpending(KEY, "ledger")["pending"])
+        except redis.ResponseError:
+            return -1
+
+    def unread(self) -> int:
+        """Entries that the group has not read."""
+        (group,) = self.redis.xinfo_groups(KEY)
+        return len(self.redis.xrange(KEY, min=b"(" + group["last-delivered-id"]))
+
+    def settled(self, number: int, timeout_seconds: float = 20) -> None:
+        """Wait until so many events are applied, each once, and nothing is pending."""
+        eventually(lambda: self.state()[1] >= number, timeout_seconds, self.output()[-2000:])
+        eventually(lambda: self.pending() == 0)
+        assert self.state() == (number,) * 4
+
+    def output(self) -> str:
+        found = self.folder / "output"
+        return found.read_text() if found.exists() else ""
+
+
+@pytest.fixture
+def site(database_url: str, own_valkey: Callable[..., ValkeyServer], tmp_path: Path) -> Iterator[Site]:
+    with ExitStack() as stack:
+        yield Site(database_url, own_valkey().url, tmp_path, stack)
+
+
+# --- the proxy proves itself -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def echo() -> Iterator[int]:
+    """The port of a server that answers ``>`` and what it got, and remembers it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve(connection: socket.socket) -> None:
+            with connection, suppress(OSError):
+                while data := connection.recv(1000):
+                    heard.append(data)
+                    connection.sendall(b">" + data)
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    threading.Thread(target=serve, args=(server.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        heard.clear()
+        yield server.getsockname()[1]
+        with suppress(OSError):
+            server.shutdown(socket.SHUT_RDWR)
+
+
+heard: list[bytes] = []
+
+
+def dial(proxy: Proxy, timeout_seconds: float = 5) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", proxy.port), timeout_seconds)
+
+
+def test_the_proxy_forwards_and_cuts(echo: int) -> None:
+    with Proxy(echo) as proxy, dial(proxy) as client:
+        client.sendall(b"a")
+        assert client.recv(10) == b">a"
+        proxy.cut()
+        assert client.recv(10) == b""
+        with dial(proxy) as another:
+            another.sendall(b"b")
+            assert another.recv(10) == b">b"
+
+
+def test_the_proxy_goes_deaf_or_drops_replies_only(echo: int) -> None:
+    with Proxy(echo) as proxy, dial(proxy, 0.3) as client:
+        proxy.drop_replies = True
+        client.sendall(b"a")
+        with pytest.raises(TimeoutError):
+            client.recv(10)
+        assert heard == [b"a"]
+        proxy.drop_replies, proxy.deaf = False, True
+        client.sendall(b"b")
+        with pytest.raises(TimeoutError):
+            client.recv(10)
+        assert heard == [b"a"]
+
+
+def test_the_proxy_delays(echo: int) -> None:
+    with Proxy(echo) as proxy, dial(proxy, 0.05) as client:
+        proxy.delay_seconds = 0.2
+        client.sendall(b"a")
+        with pytest.raises(TimeoutError):
+            client.recv(10)
+        client.settimeout(5)
+        assert client.recv(10) == b">a"
+
+
+def test_the_proxy_cuts_before_or_after_a_pattern(echo: int) -> None:
+    with Proxy(echo) as proxy:
+        proxy.cut_at(b"COMMIT", lambda number: {1: "before", 2: "after"}.get(number))  # type: ignore[return-value]
+        got = []
+        for _ in range(3):
+            with dial(proxy) as client:
+                client.sendall(b"x")
+                got.append(client.recv(10))
+                client.sendall(b"a COMMIT b")
+                with suppress(ConnectionError):
+                    got.append(client.recv(20))
+        assert got == [b">x", b"", b">x", b"", b">x", b">a COMMIT b"]
+        assert heard.count(b"a COMMIT b") == 2
+        assert proxy.cuts == 2
+
+
+# --- COMMIT without an answer --------------------------------------------------------------------------------------------
+
+
+def cut_ten_of_twenty(number: int) -> Any:
+    """Commits 2, 6, 10, … are cut before they arrive, 4, 8, 12, … before their answer does; five each."""
+    if number > 20 or number % 2:
+        return None
+    return "before" if number % 4 == 2 else "after"
+
+
+def through(proxy: Proxy, url: str) -> str:
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.replace(f":{parts.port}", f":{proxy.port}")).geturl()
+
+
+def test_o_18_commit_without_an_answer(site: Site) -> None:
+    """One event a transaction, so that each cut meets an event; what is acknowledged is in the ledger before."""
+    site.add(20)
+    port = urlsplit(site.database_url).port
+    assert port is not None
+    early: list[int] = []
+    consumer = Consumer("ledger", topics=[TOPIC])
+
+    @consumer.on("credited", raw=True)
+    def apply(event: Any, connection: Any) -> None:
+        connection.execute("INSERT INTO public.effects VALUES (%s, 1)", (event.id,))
+        connection.execute("UPDATE public.accounts SET balance = balance + 1 WHERE id = 'A'")
+
+    with Proxy(port) as proxy, site.redis.monitor() as monitor, site.connect() as outside:
+        settings = ConsumerSettings(
+            database_url=through(proxy, site.database_url), redis_url=site.redis_url, batch_size=1, claim_seconds=0.5,
+            check_seconds=0.2, block_seconds=0.2, backoff_max_seconds=0.05,
+        )  # fmt: skip
+        worker = Worker(consumer, settings)
+        worker._prepare()  # its partitions commit too
+        proxy.cut_at(b"COMMIT", cut_ten_of_twenty)
+        ack = worker._transport.ack
+
+        def watched(group: str, deliveries: Any) -> None:
+            ids = [delivery.fields[b"id"].decode() for delivery in deliveries]
+            query = "SELECT count(*) FROM public.processed_messages WHERE event_id = ANY (%s::uuid[])"
+            row = outside.execute(query, (ids,)).fetchone()
+            assert row is not None
+            early.append(len(ids) - row[0])
+            ack(group, deliveries)
+
+        worker._transport.ack = watched  # type: ignore[method-assign]
+        thread = threading.Thread(target=worker.run, daemon=True)
+        thread.start()
+        site.settled(20)
+        worker.stop()
+        thread.join(5)
+        assert not thread.is_alive()
+        assert proxy.cuts == 10
+        assert len(early) >= 20
+        assert not any(early)
+        site.redis.echo("end")
+        acked: Counter[str] = Counter()
+        for command in monitor.listen():
+            if "ECHO" in command["command"]:
+                break
+            if command["command"].startswith("XACK"):
+                acked.update(command["command"].split()[3:])
+        assert len(acked) == 20
+
+
+def test_o_18_the_producers_retry(site: Site) -> None:
+    """The caller's retry is guarded by its own row's primary key, in the transaction of the event.
+
+    The outbox has no unique key on event_id by design: it is append-only and partitioned by position. A retry without a
+    row of the caller's own would record the event twice, and consumers would apply it once.
+    """
+    port = urlsplit(site.database_url).port
+    assert port is not None
+    with site.connect() as connection:
+        connection.execute("CREATE TABLE public.payments (id uuid PRIMARY KEY)")
+    with Proxy(port) as proxy:
+        proxy.cut_at(b"COMMIT", cut_ten_of_twenty)
+        url = through(proxy, site.database_url)
+        for _ in range(20):
+            event = credit()
+
+            def pay(event: Event = event) -> bool:
+                with psycopg.connect(url) as connection:
+                    connection.execute("INSERT INTO public.payments VALUES (%s)", (event.id,))
+                    record(connection, event)
+                return True
+
+            try:
+                eventually(pay, ignoring=(psycopg.OperationalError,))
+            except psycopg.errors.UniqueViolation:
+                pass  # the first try was committed after all
+        assert proxy.cuts == 10
+    with site.connect() as connection:
+        row = connection.execute("SELECT count(*), count(DISTINCT event_id) FROM public.outbox").fetchone()
+    assert row == (20, 20)
+
+
+# --- PostgreSQL away, consumers killed -----------------------------------------------------------------------------------
+
+
+def test_o_20_nothing_is_acknowledged_while_postgresql_is_down(
+    own_postgres: Callable[..., PostgresServer], own_valkey: Callable[..., ValkeyServer], tmp_path: Path
+) -> None:
+    """Down until the consumer has given up and tried again many times, not for a time."""
+    from outbox import schema
+
+    postgres = own_postgres()
+    schema.upgrade(postgres.url, "consumer")
+    with ExitStack() as stack:
+        site = Site(postgres.url, own_valkey().url, tmp_path, stack)
+        process = site.consumer()
+        site.add(1)
+        site.settled(1)
+        postgres.kill()
+        site.add(10)
+        eventually(lambda: "try 10:" in site.output(), 30)
+        assert site.pending() + site.unread() == 10
+        postgres.start()
+        site.settled(11)
+        assert process.poll() is None
+        assert "Traceback" not in site.output()
+
+
+def test_o_20_consumers_killed_at_random(site: Site) -> None:
+    site.add(300)
+    chance = random.Random(20)
+    for kill in range(20):
+        before = len(site.starts.read_bytes())
+        process = site.consumer(CONSUMER_BATCH_SIZE="20", CONSUMER_CLAIM_SECONDS="0.2")
+        # Killed after so many handlers have started, wherever it is then; some twenty fit into a batch.
+        wanted = before + 37 * chance.randint(1, 30)
+        eventually(lambda: len(site.starts.read_bytes()) >= wanted or site.state()[1] == 300)  # noqa: B023
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        if site.state()[1] == 300 and kill >= 3:
+            break
+    site.consumer(CONSUMER_CLAIM_SECONDS="0.2")
+    site.settled(300)
+
+
+def test_o_13_eight_consumers_take_over_a_dead_ones_deliveries(site: Site) -> None:
+    site.add(100)
+    site.redis.xgroup_create(KEY, "ledger", "0")
+    site.redis.xreadgroup("ledger", "dead", {KEY: ">"})
+    site.redis.xclaim(KEY, "ledger", "dead", 0, [i for i, _ in site.redis.xrange(KEY)], idle=60_000, justid=True)
+    for _ in range(8):
+        site.consumer(CONSUMER_BATCH_SIZE="10", CONSUMER_CLAIM_SECONDS="30")
+    site.settled(100, 40)
+    starts = Counter(site.starts.read_text().split())
+    assert (len(starts), set(starts.values())) == (100, {1})
+
+
+# --- Redis loses everything ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(redis_servers()))
+def test_o_23_flushed_deleted_destroyed(
+    name: str, database_url: str, own_valkey: Callable[..., ValkeyServer], tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        site = Site(database_url, own_valkey(name).url, tmp_path, stack)
+        processes = [site.run("outbox", "relay"), site.consumer(CONSUMER_BLOCK_SECONDS="2")]
+        site.record(5)
+        site.settled(5)
+        faults = [
+            lambda: site.redis.flushall(),
+            lambda: site.redis.delete(KEY),
+            lambda: site.redis.delete(KEY, f"{KEY}:relay"),
+            lambda: site.redis.xgroup_destroy(KEY, "ledger"),
+        ]
+        for number, fault in enumerate(faults, 1):
+            fault()
+            site.record(5)
+            site.settled(5 + 5 * number, 5)
+        assert [process.poll() for process in processes] == [None, None]
+        assert "Traceback" not in site.output()
+
+
+# --- SIGTERM -----------------------------------------------------------------------------------------------------------------
+
+
+def test_sigterm_ends_an_idle_consumer_at_once(site: Site) -> None:
+    site.add(1)
+    process = site.consumer(CONSUMER_BLOCK_SECONDS="1", CONSUMER_CHECK_SECONDS="1", CONSUMER_CLAIM_SECONDS="60")
+    site.settled(1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(2) == 0
+    assert site.output().rstrip().endswith("consumer ledger stopped")
+
+
+def test_sigterm_lets_a_busy_consumer_finish_its_batch(site: Site) -> None:
+    site.add(5)
+    gate = site.folder / "gate"
+    process = site.consumer(GATE=str(gate))
+    eventually(lambda: site.starts.read_text())
+    process.send_signal(signal.SIGTERM)
+    site.add(1)  # comes too late
+    gate.touch()
+    assert process.wait(5) == 0
+    assert site.state() == (5, 5, 5, 5)
+    assert (site.pending(), site.unread()) == (0, 1)
