@@ -75,11 +75,28 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Sealed:
-    """A sealed batch with its rows in memory, by stream."""
+    """A sealed batch in memory, ready for the wire."""
 
     batch: Batch
-    slices: dict[str, list[Row]]
-    lanes: dict[str, int] = field(default_factory=dict)
+    slices: dict[str, _Slice]
+
+
+@dataclass(slots=True)
+class _Slice:
+    """What a batch brings to one stream, as `outbox.transport.Part` takes it."""
+
+    lanes: int
+    fields: list[list[str]] = field(default_factory=list)
+    data: list[bytes] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        self.fields.append(wire(row[2:11]))
+        self.data.append(row[6])
+
+    def part(self, stream: str, expected: Marker | None, marker: Marker) -> Part:
+        if self.fields and self.fields[-1][-2] != "batch":
+            self.fields[-1] += ("batch", str(marker.seq))  # the last entry says which batch ends here
+        return Part(stream, expected, marker, self.fields, self.data, self.lanes)
 
 
 class Relay:
@@ -150,9 +167,8 @@ class Relay:
         """The call's result, however often it takes; None if stopped meanwhile."""
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_worth_retrying),
-            wait=tenacity.wait_exponential_jitter(
-                initial=0.05, max=self._settings.backoff_max_seconds, jitter=self._settings.backoff_max_seconds / 4
-            ),
+            wait=tenacity.wait_exponential(multiplier=0.05, max=self._settings.backoff_max_seconds)
+            + tenacity.wait_random(0, self._settings.backoff_max_seconds / 4),
             stop=tenacity.stop_when_event_set(self._stopping),
             sleep=tenacity.sleep_using_event(self._stopping),
             before_sleep=self._failed,
@@ -271,17 +287,16 @@ class Relay:
         if not rows:
             self._window = replace(window, prev=window.snap, open=False)
             return None
-        slices: dict[str, list[Row]] = {}
-        lanes = settings.lanes
+        # Made ready for the wire here, beside the publishing of the batch before.
+        slices: dict[str, _Slice] = {}
         for row in rows:
-            topic = row[1]
-            stream = stream_of(topic, row[4], lanes[topic]) if topic in lanes else topic
+            lanes = settings.lanes.get(row[1], 1)
+            stream = stream_of(row[1], row[4], lanes)
             found = slices.get(stream)
             if found is None:
-                slices[stream] = [row]
-            else:
-                found.append(row)
-        parts = [StreamPart(stream, lanes.get(topic_of(stream), 1), len(some)) for stream, some in slices.items()]
+                found = slices[stream] = _Slice(lanes)
+            found.add(row)
+        parts = [StreamPart(stream, some.lanes, len(some.data)) for stream, some in slices.items()]
         batch = Batch(
             seq=self._seq + 1, token="", epoch=self._epoch, prev=window.prev, snap=window.snap,
             after=window.after, last=rows[-1][0], done=done, events=len(rows),
@@ -289,7 +304,7 @@ class Relay:
         batch = self._store.seal(connection, batch, parts)
         self._seq, self._window = batch.seq, batch.rest
         self._observe(Sealed(batch.seq, batch.events, len(parts)))
-        return _Sealed(batch, slices, {part.stream: part.lanes for part in parts})
+        return _Sealed(batch, slices)
 
     # --- publishing ---
 
@@ -300,11 +315,11 @@ class Relay:
             TransportUnavailable: Redis refused it for every stream, so that it makes no sense to go on sealing.
         """
         batch, parts = sealed.batch, []
-        for name, rows in sealed.slices.items():
+        for name, some in sealed.slices.items():
             stream = self._streams.setdefault(name, _Stream(current=True))
             marker = Marker(self._epoch, batch.seq, batch.token)
             if stream.current:
-                parts.append(_part(name, stream.marker, marker, rows, sealed.lanes[name]))
+                parts.append(some.part(name, stream.marker, marker))
             stream.seq, stream.token = batch.seq, batch.token
         started = time.monotonic()
         try:
@@ -366,13 +381,12 @@ class Relay:
             if not batches:
                 break
             for batch, share in batches:
-                rows = [
-                    row
-                    for row in self._store.read_again(connection, batch, topic_of(name))
-                    if stream_of(row[1], row[4], share.lanes) == name
-                ]
+                some = _Slice(share.lanes)
+                for row in self._store.read_again(connection, batch, topic_of(name)):
+                    if stream_of(row[1], row[4], share.lanes) == name:
+                        some.add(row)
                 marker = Marker(self._epoch, batch.seq, batch.token)
-                (answer,) = self._transport.publish([_part(name, found, marker, rows, share.lanes)])
+                (answer,) = self._transport.publish([some.part(name, found, marker)])
                 self._beat()
                 if isinstance(answer, TransportError):
                     stream.current = False
@@ -385,8 +399,8 @@ class Relay:
                     after = self._after(connection, name, found)
                     break
                 found, after = marker, batch.seq
-                repaired += len(rows)
-                self._observe(Published(name, batch.seq, len(rows), True, time.monotonic() - started))
+                repaired += len(some.data)
+                self._observe(Published(name, batch.seq, len(some.data), True, time.monotonic() - started))
                 if self._stopping.is_set():
                     return
         counts.repaired += repaired
@@ -454,14 +468,6 @@ class Relay:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-
-def _part(name: str, expected: Marker | None, marker: Marker, rows: list[Row], lanes: int) -> Part:
-    """A stream's share of a batch on the wire; its last entry says which batch ends here."""
-    fields = [wire(row[2:11]) for row in rows]
-    if fields:
-        fields[-1] += ("batch", str(marker.seq))
-    return Part(name, expected, marker, fields, [row[6] for row in rows], lanes)
 
 
 def _settled(result: Callable[[], T]) -> T | BaseException:

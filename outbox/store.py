@@ -142,7 +142,7 @@ class Store:
         return Window(prev=window.prev, snap=snap, after=low - 1, open=True)
 
     def page(self, connection: Connection, window: Window, rows: int, size_bytes: int) -> tuple[list[Row], bool]:
-        """The next rows of an open window, at most `rows` and `size_bytes` of payload (but one at least), and whether
+        """The next rows of an open window, at most `rows` and up to the one that reaches `size_bytes` of payload, and whether
         they are its last. Walks the primary key from `after`; locks nothing."""
         found = self._rows(
             connection,
@@ -307,8 +307,40 @@ class Store:
         while low <= newest + ahead * rows:
             ranges.append((f"outbox_{low}_{low + rows}", low, low + rows))
             low += rows
-        movable = [r for r in ranges if r[0] in names or self._rows_in_default(connection, r[1], r[2]) <= MOVED_ROWS]
-        return schemas.make_partitions(connection, self.schema, "outbox", "position", movable)
+        made = 0
+        for name, low, high in ranges:
+            if name in names:
+                continue
+            held = self._rows_in_default(connection, low, high)
+            if held <= MOVED_ROWS and not self._make_partition(connection, (name, low, high), moving=held > 0):
+                break
+            made += held <= MOVED_ROWS
+        return made
+
+    def _make_partition(self, connection: Connection, wanted: tuple[str, int, int], moving: bool) -> bool:
+        """Make one partition; False if it has to wait.
+
+        Rows are moved only under ACCESS EXCLUSIVE on the outbox itself. A reader that already had its list of partitions
+        when it came to the lock on the default one would find that one emptied and never look into the new one: a window
+        would be read without these rows, and they would be lost.
+        """
+        try:
+            with connection.transaction() as transaction:
+                if moving:
+                    connection.execute("SET LOCAL lock_timeout = '250ms'")
+                    connection.execute(self._sql("LOCK TABLE ONLY {outbox} IN ACCESS EXCLUSIVE MODE"))
+                if not schemas.make_partitions(connection, self.schema, "outbox", "position", [wanted]):
+                    raise psycopg.Rollback(transaction)
+                if moving:
+                    return True
+                child = sql.Identifier(self.schema, wanted[0])
+                found = connection.execute(sql.SQL("SELECT FROM {} LIMIT 1").format(child)).fetchone()
+                if found is None:
+                    return True
+                raise psycopg.Rollback(transaction)  # rows came since the caller looked: next time, with the lock
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
+            return False
+        return False
 
     def _rows_in_default(self, connection: Connection, low: int, high: int) -> int:
         row = connection.execute(

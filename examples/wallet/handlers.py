@@ -6,11 +6,12 @@ thought about repeats: an event that comes again is recognised before the handle
 
 from __future__ import annotations
 
-from consumer import Consumer, Envelope, Order
-from examples.wallet.models import Address, Wallet, create_tables
 from sqlalchemy import Connection, Engine
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
+
+from consumer import Consumer, Envelope, Order
+from examples.wallet.models import Address, Wallet, create_tables
 
 __all__ = ["create_tables", "wallet"]
 

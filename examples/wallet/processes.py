@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import redis
+
 from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
 from examples.wallet.handlers import wallet

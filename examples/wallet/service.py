@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from sqlalchemy.orm import Session
+
 import outbox
 from examples.wallet.models import Customer, Payment
 from outbox import Event
-from sqlalchemy.orm import Session
 
 #: `outbox.record`, or that of an `outbox.Writer` for another schema than ``public``.
 Record = Callable[..., None]
@@ -34,9 +35,7 @@ def move_customer(session: Session, customer_id: str, city: str, record: Record 
     announce_move(session, customer_id, city, customer.version, record)
 
 
-def announce_move(
-    session: Session, customer_id: str, city: str, version: int, record: Record = outbox.record
-) -> None:
+def announce_move(session: Session, customer_id: str, city: str, version: int, record: Record = outbox.record) -> None:
     """Say only that a customer moved; also for a job that announces an old change late."""
     record(
         session,

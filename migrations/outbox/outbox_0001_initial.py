@@ -51,7 +51,8 @@ STATEMENTS = (
         source       text        CONSTRAINT outbox_source_length CHECK (length(source) BETWEEN 1 AND 200),
         headers      jsonb       CONSTRAINT outbox_headers_strings CHECK (
                                      jsonb_typeof(headers) = 'object'
-                                     AND NOT jsonb_path_exists(headers, '$.* ? (@.type() != "string")')
+                                     AND NOT jsonb_path_exists(
+                                         headers, 'strict $.* ? (@.type() != "string")', '{}', true)
                                      AND NOT jsonb_path_exists(
                                          headers, '$.keyvalue() ? (!(@.key like_regex "{header}"))')
                                      AND NOT headers ?| ARRAY[{reserved}]),

@@ -42,6 +42,10 @@ from pathlib import Path
 from consumer import Consumer
 
 wallet = Consumer("ledger", topics=["accounts"])
+if barrier := os.environ.get("BARRIER"):
+    Path(barrier, str(os.getpid())).touch()
+    while len(os.listdir(barrier)) < 8:
+        time.sleep(0.002)
 
 @wallet.on("credited", raw=True)
 def credit(event, connection):
@@ -323,10 +327,8 @@ def test_o_18_the_producers_retry(site: Site) -> None:
                     record(connection, event)
                 return True
 
-            try:
+            with suppress(psycopg.errors.UniqueViolation):  # the first try was committed after all
                 eventually(pay, ignoring=(psycopg.OperationalError,))
-            except psycopg.errors.UniqueViolation:
-                pass  # the first try was committed after all
         assert proxy.cuts == 10
     with site.connect() as connection:
         row = connection.execute("SELECT count(*), count(DISTINCT event_id) FROM public.outbox").fetchone()
@@ -381,8 +383,10 @@ def test_o_13_eight_consumers_take_over_a_dead_ones_deliveries(site: Site) -> No
     site.redis.xgroup_create(KEY, "ledger", "0")
     site.redis.xreadgroup("ledger", "dead", {KEY: ">"})
     site.redis.xclaim(KEY, "ledger", "dead", 0, [i for i, _ in site.redis.xrange(KEY)], idle=60_000, justid=True)
+    barrier = site.folder / "barrier"
+    barrier.mkdir()
     for _ in range(8):
-        site.consumer(CONSUMER_BATCH_SIZE="10", CONSUMER_CLAIM_SECONDS="30")
+        site.consumer(CONSUMER_BATCH_SIZE="10", CONSUMER_CLAIM_SECONDS="30", BARRIER=str(barrier))
     site.settled(100, 40)
     starts = Counter(site.starts.read_text().split())
     assert (len(starts), set(starts.values())) == (100, {1})

@@ -236,7 +236,7 @@ def test_o_74_a_column_is_added_under_running_processes(site: Site) -> None:
         relay.run_once()
         assert drain(worker, 1) == {APPLIED: 1}
     for table in ("outbox", "outbox_batch", "processed_messages", "entity_versions"):
-        site.sql.execute(f"ALTER TABLE public.{table} ADD COLUMN note text")  # noqa: S608 - names of our own
+        site.sql.execute(f"ALTER TABLE public.{table} ADD COLUMN note text")
     site.record(*f5())
     assert relay.run_once().published == 5
     assert worker.run_once() == {APPLIED: 5}
@@ -415,7 +415,7 @@ def guarded(own_postgres: Callable[..., PostgresServer], own_valkey: Callable[..
     with redis.Redis.from_url(valkey.url) as client:
         client.config_set("requirepass", PASSWORD)
     with psycopg.connect(postgres.url, autocommit=True) as connection:
-        connection.execute(f"CREATE ROLE shop SUPERUSER LOGIN PASSWORD '{PASSWORD}'")  # noqa: S608 - ours
+        connection.execute(f"CREATE ROLE shop SUPERUSER LOGIN PASSWORD '{PASSWORD}'")
         access = postgres.data_dir / "data" / "pg_hba.conf"
         access.write_text("host all shop 127.0.0.1/32 scram-sha-256\n" + access.read_text())
         connection.execute("SELECT pg_reload_conf()")

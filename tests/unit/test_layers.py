@@ -39,7 +39,7 @@ ALONE = {"outbox.embedded"}
 #: What consumer may use of outbox: the published language.
 LANGUAGE = {"errors", "envelope", "settings", "telemetry", "transport", "schema"}
 #: Named exceptions: module, and what it may import besides.
-EXCEPTIONS = {"consumer.reconcile": {"outbox.store"}}
+EXCEPTIONS = {"consumer.reconcile": {"outbox.store"}, "consumer.cli": {"outbox.cli"}}
 #: What may import everything of its own package, and is imported by nobody.
 ROOFS = {"__init__", "__main__"}
 
