@@ -329,18 +329,17 @@ class Store:
                 if moving:
                     connection.execute("SET LOCAL lock_timeout = '250ms'")
                     connection.execute(self._sql("LOCK TABLE ONLY {outbox} IN ACCESS EXCLUSIVE MODE"))
-                if not schemas.make_partitions(connection, self.schema, "outbox", "position", [wanted]):
+                made = schemas.make_partitions(connection, self.schema, "outbox", "position", [wanted]) > 0
+                if made and not moving and self._has_rows(connection, wanted[0]):
+                    made = False  # rows came since the caller looked: next time, with the lock
                     raise psycopg.Rollback(transaction)
-                if moving:
-                    return True
-                child = sql.Identifier(self.schema, wanted[0])
-                found = connection.execute(sql.SQL("SELECT FROM {} LIMIT 1").format(child)).fetchone()
-                if found is None:
-                    return True
-                raise psycopg.Rollback(transaction)  # rows came since the caller looked: next time, with the lock
         except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
             return False
-        return False
+        return made
+
+    def _has_rows(self, connection: Connection, partition: str) -> bool:
+        query = sql.SQL("SELECT FROM {} LIMIT 1").format(sql.Identifier(self.schema, partition))
+        return connection.execute(query).fetchone() is not None
 
     def _rows_in_default(self, connection: Connection, low: int, high: int) -> int:
         row = connection.execute(

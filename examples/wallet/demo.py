@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import NoReturn
 
 import psycopg
@@ -165,7 +166,7 @@ def whole_path(report: Report, place: Stage) -> None:
     report.step("the consumer works: consumer run examples.wallet.handlers:wallet")
     consumer = place.start("the consumer", "consumer", "run", "examples.wallet.handlers:wallet")
     for topic in ("payments", "customers"):
-        place.wait_for(f"all {topic} handled", lambda topic=topic: place.settled(topic, "wallet"), consumer)
+        place.wait_for(f"all {topic} handled", partial(place.settled, topic, "wallet"), consumer)
     report.check("balance", expected="250.00", actual=riyal(place.value(BALANCE)))
     report.check("city", expected="Riyadh", actual=place.value("SELECT city FROM address WHERE customer_id = 'layla'"))
     for outcome, expected in (("applied", 6), ("stale", 1)):

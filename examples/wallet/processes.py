@@ -82,5 +82,12 @@ def dying_relay() -> None:
 
 
 if __name__ == "__main__":
-    which, *rest = sys.argv[1:]
-    {"producer": producer, "ledger": ledger, "dying-relay": dying_relay}[which](*rest)
+    match sys.argv[1:]:
+        case ["producer"]:
+            producer()
+        case ["ledger", name]:
+            ledger(name)
+        case ["dying-relay"]:
+            dying_relay()
+        case _:
+            raise SystemExit(__doc__)

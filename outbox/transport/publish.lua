@@ -43,6 +43,7 @@ end
 local marker = call('HMGET', KEYS[2], 'batch', 'last', 'added')
 local current = marker[1] or ''
 local last, added = state()
+if not string.find(current, '^%d+:%d+:.') then current = '' end  -- not ours: as good as none, see Marker.parse
 if current ~= '' and (not last or not marker[2] or not marker[3] or added < tonumber(marker[3]) or later(marker[2], last)) then
   current = ''
 end

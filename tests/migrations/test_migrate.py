@@ -182,7 +182,7 @@ def test_a_database_of_another_revision_is_refused_with_what_to_run(empty_databa
         with pytest.raises(SchemaError, match="run: consumer migrate"):
             schema.check_revision(connection, "consumer", "public")
         connection.execute("UPDATE outbox_schema_version SET version_num = 'outbox_9999'")
-        with pytest.raises(SchemaError, match="outbox_9999.*newer"):
+        with pytest.raises(SchemaError, match=r"outbox_9999.*newer"):
             schema.check_revision(connection, "outbox", "public")
 
 

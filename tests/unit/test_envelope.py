@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import uuid
+from contextlib import suppress
 from datetime import UTC, date, datetime, time, timedelta, timezone, tzinfo
 from decimal import Decimal
 from pathlib import Path
@@ -422,7 +423,7 @@ def test_unknown_fields_are_headers_and_the_relays_own_are_not() -> None:
         ("version", {b"version": b""}),
         ("version", {b"version": b" 1"}),
         ("version", {b"version": b"9223372036854775808"}),
-        ("version", {b"version": "١".encode()}),
+        ("version", {b"version": "\u0661".encode()}),
         ("subject", {b"subject": b"\xff"}),
         ("subject", {b"subject": b"a\x00b"}),
         ("time", {b"time": b"yesterday"}),
@@ -447,10 +448,8 @@ def test_o_63_extra_unknown_fields_do_no_harm() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.sampled_from([b"id", b"type", b"data", b"version", b"time", b"subject", b"z"]), st.binary()))
 def test_o_63_any_entry_is_decoded_or_refused_and_nothing_else(fields: dict[bytes, bytes]) -> None:
-    try:
-        decode("payments", fields)
-    except UndecodableEntry as refused:
-        assert refused.field
+    with suppress(UndecodableEntry):
+        assert isinstance(decode("payments", fields), Envelope)
 
 
 def test_decoding_is_strict() -> None:
