@@ -16,7 +16,7 @@ import redis
 
 from outbox.embedded import ValkeyServer, redis_servers
 from outbox.errors import GroupLost, StreamUnusable, TransportError, TransportUnavailable
-from outbox.transport import Delivery, Marker, MemoryTransport, Part, StreamTransport, Transport
+from outbox.transport import Claim, Delivery, Marker, MemoryTransport, Part, StreamTransport, Transport
 from outbox.transport.base import stream_of, streams_of, topic_of
 from tests.waiting import eventually
 
@@ -282,6 +282,25 @@ def test_o_69_names_and_values_of_strangers_may_be_any_bytes(there: Any) -> None
     there.transport.open(GROUP, ["a"])
     (found,) = there.transport.read(GROUP, "one", ["a"], 10, 0)
     assert found.fields == {b"\xff\x00": BINARY}
+
+
+def test_o_70_replies_look_alike_whatever_the_protocol_and_the_client(there: Any) -> None:
+    """Empty and non-empty replies of every command; the suite as a whole runs in each combination too."""
+    transport = there.transport
+    assert transport.markers(["a"]) == {"a": None}
+    assert transport.open(GROUP, ["a", "b"]) == {}
+    assert transport.read(GROUP, "c1", ["a", "b"], 10, 0.01) == []
+    assert transport.claim(GROUP, "c1", "a", 0, 10) == Claim([], [], None)
+    assert transport.publish([part(1, events=2)]) == [marker(1)]
+    assert transport.markers(["a", "b"]) == {"a": marker(1), "b": None}
+    read = transport.read(GROUP, "c1", ["a", "b"], 10, 0.01)
+    assert [(type(d), d.stream, type(d.receipt), type(d.fields), d.count) for d in read] == [
+        (Delivery, "a", str, dict, 1)
+    ] * 2
+    claimed = transport.claim(GROUP, "c2", "a", 0, 10)
+    assert claimed == Claim([Delivery(d.stream, d.receipt, d.fields, 2) for d in read], [], None)
+    transport.ack(GROUP, claimed.deliveries)
+    assert transport.claim(GROUP, "c1", "a", 0, 10) == Claim([], [], None)
 
 
 def test_a_large_batch_is_published_whole_and_in_order(there: Any) -> None:
