@@ -312,25 +312,30 @@ class Store:
             if name in names:
                 continue
             held = self._rows_in_default(connection, low, high)
-            if held <= MOVED_ROWS and not self._make_partition(connection, (name, low, high), moving=held > 0):
+            if held > MOVED_ROWS:
+                continue
+            exclusive = held > 0 or low <= newest + rows  # what writers are far from needs no such care
+            if not self._make_partition(connection, (name, low, high), exclusive):
                 break
-            made += held <= MOVED_ROWS
+            made += 1
         return made
 
-    def _make_partition(self, connection: Connection, wanted: tuple[str, int, int], moving: bool) -> bool:
+    def _make_partition(self, connection: Connection, wanted: tuple[str, int, int], exclusive: bool) -> bool:
         """Make one partition; False if it has to wait.
 
-        Rows are moved only under ACCESS EXCLUSIVE on the outbox itself. A reader that already had its list of partitions
-        when it came to the lock on the default one would find that one emptied and never look into the new one: a window
-        would be read without these rows, and they would be lost.
+        Where rows are moved or writers write, ACCESS EXCLUSIVE on the outbox itself comes first, for a moment. Who has
+        looked at the list of partitions already and then waits for the default one would go on with the old list: a
+        reader would find the default one emptied, never look into the new one, and lose these rows for ever; a writer
+        would be refused, since his row no longer belongs into the default one.
         """
+        made = False
         try:
             with connection.transaction() as transaction:
-                if moving:
+                if exclusive:
                     connection.execute("SET LOCAL lock_timeout = '250ms'")
                     connection.execute(self._sql("LOCK TABLE ONLY {outbox} IN ACCESS EXCLUSIVE MODE"))
                 made = schemas.make_partitions(connection, self.schema, "outbox", "position", [wanted]) > 0
-                if made and not moving and self._has_rows(connection, wanted[0]):
+                if made and not exclusive and self._has_rows(connection, wanted[0]):
                     made = False  # rows came since the caller looked: next time, with the lock
                     raise psycopg.Rollback(transaction)
         except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):

@@ -322,3 +322,24 @@ def test_a_reader_that_waits_for_the_move_of_rows_loses_none(bench: Bench) -> No
     thread.join()
     seen += reader.read()
     assert seen == ids
+
+
+def test_a_writer_that_waits_for_a_new_partition_is_not_refused(bench: Bench) -> None:
+    """Also where no row is moved: the writer has chosen the default partition when it comes to the lock."""
+    mover, writer, failures = bench.connect(), bench.connect(), []
+
+    def write() -> None:
+        try:
+            bench.write(connection=writer)
+            writer.commit()
+        except psycopg.Error as error:
+            failures.append(error)
+
+    assert Store().make_partitions(mover, 10, 1) == 2  # not committed
+    thread = threading.Thread(target=write)
+    thread.start()
+    eventually(lambda: bench.one("SELECT cardinality(pg_blocking_pids(%s)) > 0", writer.info.backend_pid))
+    mover.commit()
+    thread.join()
+    assert not failures
+    assert bench.one("SELECT count(*) FROM public.outbox_0_10") == 1
