@@ -157,10 +157,12 @@ def make_partitions(
 ) -> int:
     """Make the missing ones of `ranges` (partition name, from, to), each in a transaction of its own; return how many.
 
-    Writers are never kept waiting: a plain table is made first and attached, which locks only the (mostly empty)
-    default partition against its writers, for at most a quarter of a second; when that is not enough the partition is
-    left for the next call. Rows of the range that went to the default partition are moved in the same transaction,
-    since PostgreSQL would refuse the partition otherwise. Safe when many processes do it at once.
+    A plain table is made first and attached, which locks only the (mostly empty) default partition against its writers,
+    for at most a quarter of a second; when that is not enough the partition is left for the next call. Rows of the range
+    that went to the default partition are moved in the same transaction, since PostgreSQL would refuse the partition
+    otherwise. Safe when many processes do it at once. Where rows of the range may be written or read meanwhile, the caller
+    locks the parent first (see `outbox.store.Store`): a statement that had chosen the default partition before would be
+    refused by it, or miss the moved rows.
 
     Args:
         connection: in autocommit mode.
