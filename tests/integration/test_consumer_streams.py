@@ -311,8 +311,11 @@ def calls(stats: dict[str, Any], command: str) -> int:
 
 
 @pytest.mark.parametrize("decode", [False, True], ids=["bytes", "decode_responses"])
-@pytest.mark.parametrize("parser", [_RESP2Parser, _HiredisParser], ids=["python", "hiredis"])
-@pytest.mark.parametrize("protocol", [2, 3])
+@pytest.mark.parametrize(
+    ("protocol", "parser"),
+    [(2, _RESP2Parser), (2, _HiredisParser), (3, None)],  # parsers are chosen for RESP 2 only
+    ids=["resp2-python", "resp2-hiredis", "resp3"],
+)
 def test_o_69_binary_values_between_good_ones(site: Site, decode: bool, parser: Any, protocol: int) -> None:
     binary = b"\xff\xfe\x00\x80"
     site.add(
@@ -322,10 +325,8 @@ def test_o_69_binary_values_between_good_ones(site: Site, decode: bool, parser: 
         entry(),
     )
     options = {"decode_responses": decode, "protocol": protocol, "socket_timeout": 10}
-    if protocol == 2:
+    if parser is not None:
         options["parser_class"] = parser
-    elif parser is _RESP2Parser:
-        pytest.skip("a parser of RESP 2")
     pool = redis.ConnectionPool.from_url(site.addresses["redis_url"], **options)
     client = redis.Redis(connection_pool=pool)
     seen: list[Any] = []
