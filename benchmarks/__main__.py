@@ -39,18 +39,18 @@ def main() -> None:
             ):
                 rounds.append(SUITES[name](pg.url, kv.url, arguments.events))
         for turns in zip(*rounds, strict=True):
-            rate = statistics.median(turn.events / turn.seconds for turn in turns)
+            rates = [turn.events / turn.seconds for turn in turns]
+            base = [next(turn.events / turn.seconds for turn in turns if turn.baseline) for turns in rounds]
+            ratios = [rate / other for rate, other in zip(rates, base, strict=True)]
             results.append({
                 "suite": name, "what": turns[0].what, "baseline": turns[0].baseline, "events": turns[0].events,
-                "events_per_second": round(rate), **turns[-1].details,
+                "events_per_second": round(statistics.median(rates)), "ratio": round(statistics.median(ratios), 2),
+                "ratio_min": round(min(ratios), 2), "ratio_max": round(max(ratios), 2), **turns[-1].details,
             })  # fmt: skip
-        base = next(row for row in results if row["suite"] == name and row["baseline"])
-        for row in (row for row in results if row["suite"] == name):
-            row["ratio"] = round(float(str(row["events_per_second"])) / float(str(base["events_per_second"])), 2)
     arguments.json.write_text(json.dumps(results, indent=2) + "\n")
     print(f"{'':9}{'what':62}{'events/s':>10}{'ratio':>8}")
     for row in results:
-        details = "  ".join(f"{k} {v}" for k, v in row.items() if k.endswith("_bytes_per_event"))
+        details = "  ".join(f"{k} {v}" for k, v in row.items() if k.endswith(("_bytes_per_event", "_min", "_max")))
         print(f"{row['suite']:9}{row['what']:62}{row['events_per_second']:>10,}{row['ratio']:>8}  {details}")
     print(f"figures in {arguments.json}")
 

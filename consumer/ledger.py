@@ -159,13 +159,14 @@ class Ledger:
         assert row is not None
         names = schemas.existing_partitions(connection, self.schema, "processed_messages")
         highs = [int(name.rsplit("_", 1)[1]) for name in names if not name.endswith("_default")]
-        width = days * _DAY_MS
-        start = max(row[0] - row[0] % width, max(highs, default=0))
-        ranges = []
-        while start <= row[0] + ahead * width:
-            name = f"processed_messages_{start}_{start + width}"
-            ranges.append((name, _first_id(start), _first_id(start + width)))
-            start += width
+        now, width = row[0], days * _DAY_MS
+        low = max(now - now % width, max(highs, default=0))
+        ranges = [
+            schemas.Range(
+                f"processed_messages_{start}_{start + width}", _first_id(start), _first_id(start + width), start <= now
+            )
+            for start in range(low, now + ahead * width + 1, width)
+        ]
         return schemas.make_partitions(connection, self.schema, "processed_messages", "event_id", ranges)
 
 

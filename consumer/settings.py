@@ -32,6 +32,9 @@ class ConsumerSettings(Settings):
     check_seconds: float = Field(1.0, gt=0, le=60)
     #: Longest pause between tries while Redis or PostgreSQL fails, in seconds; pauses grow from 0.05 with jitter. Default 2.
     backoff_max_seconds: float = Field(2.0, gt=0, le=60)
+    #: After how many times a connection keeps a statement prepared: 5 makes handlers about a fifth faster. Not through a
+    #: pooler that does not know prepared statements (PgBouncer before 1.21). Default: never.
+    prepare_threshold: int | None = Field(None, ge=0, le=1000)
     #: Days that one partition of the ledger holds, and partitions kept ahead of the clock. Defaults 7 and 4.
     ledger_partition_days: int = Field(7, ge=1, le=365)
     ledger_partitions_ahead: int = Field(4, ge=1, le=100)

@@ -65,7 +65,11 @@ class Worker:
         )
         self._own_engine = engine is None
         self._engine = engine or schemas.engine(
-            settings.database_url.get_secret_value(), f"consumer {consumer.name}", pool_size=1, max_overflow=1
+            settings.database_url.get_secret_value(),
+            f"consumer {consumer.name}",
+            {"prepare_threshold": settings.prepare_threshold},
+            pool_size=1,
+            max_overflow=1,
         )
         self._observe = guarded(observer)
         self._processor = Processor(consumer, self._engine, settings.schema_name)

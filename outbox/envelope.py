@@ -32,10 +32,11 @@ import math
 import re
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
+from itertools import groupby
 from typing import Any, Final
 
 import msgspec
@@ -263,11 +264,14 @@ def decode_json(data: bytes) -> Any:
     Raises:
         ValueError: it is not JSON.
     """
-    return json.loads(data.decode(), parse_constant=_refuse_constant)
+    return _JSON.decode(data.decode())
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+_JSON: Final = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 _MAX_DEPTH = 64
@@ -347,28 +351,66 @@ def _plain(value: Any, path: str, depth: int) -> Any:
 
 # --- the wire ------------------------------------------------------------------------------------------------------
 
-#: A row of the outbox as the relay reads it, in this order. Times are RFC 3339 text, headers JSON text.
-ROW: Final = ("event_id", "type", "key", "version", "data", "content_type", "time", "source", "headers")
+#: A row of the outbox as the relay reads it, in this order. Versions are text, times RFC 3339, headers JSON text.
+ROW: Final = ("data", "event_id", "type", "key", "version", "content_type", "time", "source", "headers")
+_KEY, _HEADERS = ROW.index("key"), ROW.index("headers")  #: from the key on, a column may be absent
+_WIRE: Final = ("data", "id", "type", "subject", "version", "datacontenttype", "time", "source")
 
 
-def wire(row: Sequence[Any]) -> list[str]:
-    """The wire fields of a row (see `ROW`), names and values in turn, all but ``data``, which travels beside them."""
-    event_id, kind, key, version, _data, content_type, when, source, headers = row
-    fields = ["id", event_id, "type", kind]
-    if key is not None:
-        fields += ("subject", key)
-    if version is not None:
-        fields += ("version", str(version))  # text: a Lua number is a double
-    if content_type is not None:
-        fields += ("datacontenttype", content_type)
-    if when is not None:
-        fields += ("time", when)
-    if source is not None:
-        fields += ("source", source)
-    if headers is not None:
-        for name, value in json.loads(headers).items():
-            fields += (name, value)
-    return fields
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive entries with the same fields, column by column: what travels fast, since most entries are alike.
+
+    Attributes:
+        names: the fields' names, ``data`` first.
+        columns: for each name the values of all entries: bytes for ``data``, text for the others.
+    """
+
+    names: Sequence[str]
+    columns: Sequence[Sequence[Any]]
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def entries(self) -> Iterator[dict[bytes, bytes]]:
+        """Each entry as a consumer will receive it."""
+        names = [name.encode() for name in self.names]
+        for data, *texts in zip(*self.columns, strict=True):
+            yield dict(zip(names, (data, *(text.encode() for text in texts)), strict=True))
+
+
+def wire(rows: Sequence[Sequence[Any]], batch: int | None = None) -> list[Run]:
+    """The entries of rows (see `ROW`; further columns do not matter), in their order; the last says that `batch` ends."""
+    if not rows:
+        return []
+    columns = list(zip(*rows, strict=True))[: len(ROW)]
+    alike = not any(columns[_HEADERS]) and all(
+        column.count(None) in (0, len(rows)) for column in columns[_KEY:_HEADERS]
+    )
+    runs = (
+        [_run(columns, ())]
+        if alike
+        else [_run(list(zip(*some, strict=True)), shape[-1]) for shape, some in groupby(rows, _shape)]
+    )
+    if batch is not None:
+        run = runs.pop()
+        if len(run) > 1:
+            runs.append(Run(run.names, [column[:-1] for column in run.columns]))
+        runs.append(Run([*run.names, "batch"], [*(column[-1:] for column in run.columns), (str(batch),)]))
+    return runs
+
+
+def _shape(row: Sequence[Any]) -> tuple[Any, ...]:
+    """What two rows of one run have in common: which fields there are, and the names of the headers."""
+    return (*(value is None for value in row[_KEY:_HEADERS]), tuple(json.loads(row[_HEADERS])) if row[_HEADERS] else ())
+
+
+def _run(columns: Sequence[Sequence[Any]], headers: Sequence[str]) -> Run:
+    given = [(name, column) for name, column in zip(_WIRE, columns[:_HEADERS], strict=True) if column[0] is not None]
+    if headers:
+        values = [json.loads(text).values() for text in columns[_HEADERS]]
+        given += zip(headers, zip(*values, strict=True), strict=True)
+    return Run([name for name, _ in given], [column for _, column in given])
 
 
 def decode(topic: str, fields: Mapping[bytes, bytes], delivery_count: int = 1) -> Envelope:

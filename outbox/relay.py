@@ -17,9 +17,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,10 +27,10 @@ import psycopg
 import tenacity
 
 from outbox import schema as schemas
-from outbox.envelope import wire
+from outbox.envelope import Run, wire
 from outbox.errors import AlreadySealed, StaleRelay, TransportError, TransportUnavailable
 from outbox.settings import RelaySettings
-from outbox.store import BEGINNING, Batch, Connection, Row, Store, StreamPart, Window
+from outbox.store import BEGINNING, KEY, POSITION, TOPIC, Batch, Connection, Row, Store, StreamPart, Window
 from outbox.telemetry import Observer, Published, Sealed, StandBy, StreamBehind, StreamFailed, guarded
 from outbox.transport import Marker, Part, StreamTransport, Transport
 from outbox.transport.base import stream_of, topic_of
@@ -75,28 +75,10 @@ class _Stream:
 
 @dataclass(slots=True)
 class _Sealed:
-    """A sealed batch in memory, ready for the wire."""
+    """A sealed batch in memory, and what it brings to each stream, ready for the wire."""
 
     batch: Batch
-    slices: dict[str, _Slice]
-
-
-@dataclass(slots=True)
-class _Slice:
-    """What a batch brings to one stream, as `outbox.transport.Part` takes it."""
-
-    lanes: int
-    fields: list[list[str]] = field(default_factory=list)
-    data: list[bytes] = field(default_factory=list)
-
-    def add(self, row: Row) -> None:
-        self.fields.append(wire(row[2:11]))
-        self.data.append(row[6])
-
-    def part(self, stream: str, expected: Marker | None, marker: Marker) -> Part:
-        if self.fields and self.fields[-1][-2] != "batch":
-            self.fields[-1] += ("batch", str(marker.seq))  # the last entry says which batch ends here
-        return Part(stream, expected, marker, self.fields, self.data, self.lanes)
+    parts: list[tuple[StreamPart, list[Run]]]
 
 
 class Relay:
@@ -287,24 +269,17 @@ class Relay:
         if not rows:
             self._window = replace(window, prev=window.snap, open=False)
             return None
-        # Made ready for the wire here, beside the publishing of the batch before.
-        slices: dict[str, _Slice] = {}
-        for row in rows:
-            lanes = settings.lanes.get(row[1], 1)
-            stream = stream_of(row[1], row[4], lanes)
-            found = slices.get(stream)
-            if found is None:
-                found = slices[stream] = _Slice(lanes)
-            found.add(row)
-        parts = [StreamPart(stream, some.lanes, len(some.data)) for stream, some in slices.items()]
+        streams = _by_stream(rows, settings.lanes)
+        parts = [StreamPart(name, settings.lanes.get(topic_of(name), 1), len(some)) for name, some in streams.items()]
         batch = Batch(
             seq=self._seq + 1, token="", epoch=self._epoch, prev=window.prev, snap=window.snap,
-            after=window.after, last=rows[-1][0], done=done, events=len(rows),
+            after=window.after, last=rows[-1][POSITION], done=done, events=len(rows),
         )  # fmt: skip
         batch = self._store.seal(connection, batch, parts)
         self._seq, self._window = batch.seq, batch.rest
         self._observe(Sealed(batch.seq, batch.events, len(parts)))
-        return _Sealed(batch, slices)
+        # Made ready for the wire here, beside the publishing of the batch before.
+        return _Sealed(batch, [(part, wire(streams[part.stream], batch.seq)) for part in parts])
 
     # --- publishing ---
 
@@ -315,11 +290,11 @@ class Relay:
             TransportUnavailable: Redis refused it for every stream, so that it makes no sense to go on sealing.
         """
         batch, parts = sealed.batch, []
-        for name, some in sealed.slices.items():
-            stream = self._streams.setdefault(name, _Stream(current=True))
+        for share, runs in sealed.parts:
+            stream = self._streams.setdefault(share.stream, _Stream(current=True))
             marker = Marker(self._epoch, batch.seq, batch.token)
             if stream.current:
-                parts.append(some.part(name, stream.marker, marker))
+                parts.append(Part(share.stream, stream.marker, marker, runs, share.lanes))
             stream.seq, stream.token = batch.seq, batch.token
         started = time.monotonic()
         try:
@@ -333,8 +308,8 @@ class Relay:
             stream = self._streams[part.stream]
             if answer == part.marker:
                 stream.marker = answer
-                counts.published += len(part.data)
-                self._observe(Published(part.stream, batch.seq, len(part.data), False, time.monotonic() - started))
+                counts.published += part.events
+                self._observe(Published(part.stream, batch.seq, part.events, False, time.monotonic() - started))
                 continue
             stream.current = False
             self._check_due = 0.0
@@ -381,12 +356,11 @@ class Relay:
             if not batches:
                 break
             for batch, share in batches:
-                some = _Slice(share.lanes)
-                for row in self._store.read_again(connection, batch, topic_of(name)):
-                    if stream_of(row[1], row[4], share.lanes) == name:
-                        some.add(row)
+                rows = self._store.read_again(connection, batch, topic_of(name))
+                rows = _by_stream(rows, {topic_of(name): share.lanes}).get(name, [])
                 marker = Marker(self._epoch, batch.seq, batch.token)
-                (answer,) = self._transport.publish([some.part(name, found, marker)])
+                part = Part(name, found, marker, wire(rows, batch.seq), share.lanes)
+                (answer,) = self._transport.publish([part])
                 self._beat()
                 if isinstance(answer, TransportError):
                     stream.current = False
@@ -399,14 +373,14 @@ class Relay:
                     after = self._after(connection, name, found)
                     break
                 found, after = marker, batch.seq
-                repaired += len(some.data)
-                self._observe(Published(name, batch.seq, len(some.data), True, time.monotonic() - started))
+                repaired += len(rows)
+                self._observe(Published(name, batch.seq, len(rows), True, time.monotonic() - started))
                 if self._stopping.is_set():
                     return
         counts.repaired += repaired
         if found is not None and found.epoch < self._epoch:  # nothing to publish, but the stream is in our epoch now
             stamped = Marker(self._epoch, found.seq, found.token)
-            (answer,) = self._transport.publish([Part(name, found, stamped, [], [])])
+            (answer,) = self._transport.publish([Part(name, found, stamped, [])])
             if answer != stamped:
                 return
             found = stamped
@@ -468,6 +442,17 @@ class Relay:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _by_stream(rows: list[Row], lanes: Mapping[str, int]) -> dict[str, list[Row]]:
+    """The rows of each stream, in their order."""
+    topics = {row[TOPIC] for row in rows}
+    if len(topics) == 1 and lanes.get(rows[0][TOPIC], 1) == 1:
+        return {rows[0][TOPIC]: rows}
+    streams: dict[str, list[Row]] = {}
+    for row in rows:
+        streams.setdefault(stream_of(row[TOPIC], row[KEY], lanes.get(row[TOPIC], 1)), []).append(row)
+    return streams
 
 
 def _settled(result: Callable[[], T]) -> T | BaseException:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Final, Literal, LiteralString, NamedTuple
 
 import alembic.command
 import psycopg
@@ -38,7 +39,8 @@ def connect(url: str, application: str, **options: Any) -> psycopg.Connection[An
     address = database_address(url)
     given = conninfo_to_dict(address)
     defaults = {name: value for name, value in _CONNECTION.items() if name not in given}
-    return psycopg.connect(address, prepare_threshold=None, **(defaults | {"application_name": application} | options))
+    defaults |= {"application_name": application, "prepare_threshold": None}
+    return psycopg.connect(address, **(defaults | options))
 
 
 #: A server that vanished without a word is noticed within a minute. An address may say otherwise.
@@ -51,9 +53,13 @@ _CONNECTION: dict[str, Any] = {
 }
 
 
-def engine(url: str, application: str, **options: Any) -> sqlalchemy.Engine:
-    """A SQLAlchemy engine over `connect`."""
-    return sqlalchemy.create_engine("postgresql+psycopg://", creator=lambda: connect(url, application), **options)
+def engine(
+    url: str, application: str, connection: Mapping[str, Any] = MappingProxyType({}), **options: Any
+) -> sqlalchemy.Engine:
+    """A SQLAlchemy engine over `connect`, which gets the options `connection`."""
+    return sqlalchemy.create_engine(
+        "postgresql+psycopg://", creator=lambda: connect(url, application, **connection), **options
+    )
 
 
 # --- migrations ----------------------------------------------------------------------------------------------------
@@ -148,63 +154,99 @@ def existing_partitions(connection: psycopg.Connection[Any], schema: str, table:
     return [name for (name,) in rows]
 
 
-def make_partitions(
-    connection: psycopg.Connection[Any],
-    schema: str,
-    table: str,
-    column: str,
-    ranges: Iterable[tuple[str, Any, Any]],
-) -> int:
-    """Make the missing ones of `ranges` (partition name, from, to), each in a transaction of its own; return how many.
+#: Rows of the default partition that are moved to a partition of their own; more are left where they are.
+MOVED_ROWS: Final = 10_000
 
-    A plain table is made first and attached, which locks only the (mostly empty) default partition against its writers,
-    for at most a quarter of a second; when that is not enough the partition is left for the next call. Rows of the range
-    that went to the default partition are moved in the same transaction, since PostgreSQL would refuse the partition
-    otherwise. Safe when many processes do it at once. Where rows of the range may be written or read meanwhile, the caller
-    locks the parent first (see `outbox.store.Store`): a statement that had chosen the default partition before would be
-    refused by it, or miss the moved rows.
+
+class Range(NamedTuple):
+    """A partition to be: its name, its bounds, and whether rows of it may be written or read just now."""
+
+    name: str
+    low: Any
+    high: Any
+    busy: bool
+
+
+class _NeedsLock(Exception):
+    """A range that nobody seemed to write into has rows after all."""
+
+
+def make_partitions(
+    connection: psycopg.Connection[Any], schema: str, table: str, column: str, ranges: Iterable[Range]
+) -> int:
+    """Make the missing ones of `ranges`, each in a transaction of its own; return how many.
+
+    Rows of the range that went to the default partition are moved in the same transaction, since PostgreSQL would refuse
+    the partition otherwise; where they are more than `MOVED_ROWS`, the range is left to the default partition, since
+    writers would have to wait. Nobody waits for more than about a quarter of a second: what needs longer is left for the
+    next call. Safe when many processes do it at once.
 
     Args:
         connection: in autocommit mode.
     """
     have = set(existing_partitions(connection, schema, table))
     made = 0
-    for name, low, high in ranges:
-        if name in have:
+    for wanted in ranges:
+        if wanted.name in have:
             continue
-        parent, default, child = (sql.Identifier(schema, part) for part in (table, f"{table}_default", name))
-        bounds: dict[str, sql.Composable] = {
-            "child": child,
-            "parent": parent,
-            "default": default,
-            "column": sql.Identifier(column),
-        }
-        bounds |= {"low": sql.Literal(low), "high": sql.Literal(high)}
+        held = _rows_in_default(connection, schema, table, column, wanted)
+        if held > MOVED_ROWS:
+            continue
         try:
-            with connection.transaction():
-                connection.execute("SET LOCAL lock_timeout = '250ms'; SET LOCAL statement_timeout = '1s'")
-                connection.execute(
-                    "SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (f"partitions {schema} {table}",)
-                )
-                if name in existing_partitions(connection, schema, table):
-                    continue
-                for statement in _MAKE_PARTITION:
-                    connection.execute(sql.SQL(statement).format(**bounds))
-            made += 1
+            made += _make_partition(connection, schema, table, column, wanted._replace(busy=wanted.busy or held > 0))
         except (
             psycopg.errors.LockNotAvailable,
             psycopg.errors.QueryCanceled,
             psycopg.errors.DeadlockDetected,
+            _NeedsLock,
         ):
-            _log.info("partition %s waits for a writer", name, extra={"action": "partition_waits"})
+            _log.info("partition %s waits for a writer", wanted.name, extra={"action": "partition_waits"})
             break
     return made
 
 
-_MAKE_PARTITION = (
-    "LOCK TABLE {default} IN ACCESS EXCLUSIVE MODE",
-    "CREATE TABLE {child} (LIKE {parent} INCLUDING ALL EXCLUDING IDENTITY)",
-    "WITH moved AS (DELETE FROM {default} WHERE {column} >= {low} AND {column} < {high} RETURNING *) "
-    "INSERT INTO {child} SELECT * FROM moved",
-    "ALTER TABLE {parent} ATTACH PARTITION {child} FOR VALUES FROM ({low}) TO ({high})",
-)
+def _make_partition(connection: psycopg.Connection[Any], schema: str, table: str, column: str, wanted: Range) -> bool:
+    """Make one partition as a plain table and attach it, which locks the default one against writers; whether it was made.
+
+    Where rows are moved or written, ACCESS EXCLUSIVE on the parent itself comes first. Who has looked at the list of
+    partitions already and then waits for the default one would go on with the old list: a reader would find the default
+    one emptied, never look into the new one, and miss these rows; a writer would be refused, since his row no longer
+    belongs into the default one.
+    """
+    parts: dict[str, sql.Composable] = {
+        "parent": sql.Identifier(schema, table), "default": sql.Identifier(schema, f"{table}_default"),
+        "child": sql.Identifier(schema, wanted.name), "column": sql.Identifier(column),
+        "low": sql.Literal(wanted.low), "high": sql.Literal(wanted.high),
+    }  # fmt: skip
+
+    def run(statement: LiteralString) -> psycopg.Cursor[Any]:
+        return connection.execute(sql.SQL(statement).format(**parts))
+
+    with connection.transaction():
+        connection.execute("SET LOCAL lock_timeout = '250ms'; SET LOCAL statement_timeout = '1s'")
+        connection.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (f"partitions {schema} {table}",))
+        if wanted.name in existing_partitions(connection, schema, table):
+            return False
+        if wanted.busy:
+            run("LOCK TABLE ONLY {parent} IN ACCESS EXCLUSIVE MODE")
+        run("LOCK TABLE {default} IN ACCESS EXCLUSIVE MODE")
+        run("CREATE TABLE {child} (LIKE {parent} INCLUDING ALL EXCLUDING IDENTITY)")
+        moved = run("""
+            WITH moved AS (DELETE FROM {default} WHERE {column} >= {low} AND {column} < {high} RETURNING *)
+            INSERT INTO {child} SELECT * FROM moved
+        """)
+        if moved.rowcount and not wanted.busy:  # rows came since they were counted: next time, with the lock
+            raise _NeedsLock
+        run("ALTER TABLE {parent} ATTACH PARTITION {child} FOR VALUES FROM ({low}) TO ({high})")
+    return True
+
+
+def _rows_in_default(connection: psycopg.Connection[Any], schema: str, table: str, column: str, wanted: Range) -> int:
+    row = connection.execute(
+        sql.SQL("SELECT count(*) FROM (SELECT FROM {} WHERE {} >= %s AND {} < %s LIMIT %s) held").format(
+            sql.Identifier(schema, f"{table}_default"), sql.Identifier(column), sql.Identifier(column)
+        ),
+        (wanted.low, wanted.high, MOVED_ROWS + 1),
+    ).fetchone()
+    assert row is not None
+    return int(row[0])

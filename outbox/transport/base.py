@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from outbox.envelope import Run
 from outbox.errors import TransportError
 
 
@@ -68,17 +69,20 @@ class Part:
     Attributes:
         expected: the marker that must be there; None: none.
         marker: the marker afterwards.
-        fields: the wire fields of each event but ``data`` (see `outbox.envelope.wire`).
-        data: the payloads, in the same order.
+        runs: the events (see `outbox.envelope.wire`).
         lanes: lanes of the topic, left beside the stream for consumers to check.
     """
 
     stream: str
     expected: Marker | None
     marker: Marker
-    fields: Sequence[Sequence[str]]
-    data: Sequence[bytes]
+    runs: Sequence[Run]
     lanes: int = 1
+
+    @property
+    def events(self) -> int:
+        """How many events these are."""
+        return sum(map(len, self.runs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,9 +88,9 @@ class MemoryTransport:
             if current == part.marker or current != part.expected:
                 return current
             stream = self._streams.setdefault(part.stream, _Stream())
-            for fields, data in zip(part.fields, part.data, strict=True):
-                raw = [text.encode() for text in fields]
-                self._add(stream, {b"data": data} | dict(zip(raw[::2], raw[1::2], strict=True)))
+            for run in part.runs:
+                for fields in run.entries():
+                    self._add(stream, fields)
             stream.marker, stream.lanes = part.marker, part.lanes
             self._changed.notify_all()
             return part.marker

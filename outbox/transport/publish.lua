@@ -10,8 +10,8 @@
 -- ARGV[1]  the marker expected ('' for none)
 -- ARGV[2]  the marker afterwards ('' to look only)
 -- ARGV[3]  number of lanes
--- ARGV[4]  msgpack: for each entry the list of its fields but data, name and value in turn, all of them strings
--- ARGV[5…] for each entry its data
+-- ARGV[4]  msgpack: the list of runs of entries with the same fields; a run is the list of the fields' names, followed
+--          by the list of all entries' values for each of them; names and values are strings
 --
 -- Returns the marker that is there afterwards, '' for none. The batch is in the stream if that is ARGV[2].
 --
@@ -49,9 +49,15 @@ if current ~= '' and (not last or not marker[2] or not marker[3] or added < tonu
 end
 if ARGV[2] == '' or current == ARGV[2] or current ~= ARGV[1] then return current end
 
-local entries = cmsgpack.unpack(ARGV[4])
-for i = 1, #entries do
-  last = call('XADD', KEYS[1], '*', 'data', ARGV[4 + i], unpack(entries[i]))
+local entries = 0
+for _, run in ipairs(cmsgpack.unpack(ARGV[4])) do
+  local names, arguments = run[1], {}
+  for field = 1, #names do arguments[2 * field - 1] = names[field] end
+  for entry = 1, #run[2] do
+    for field = 1, #names do arguments[2 * field] = run[field + 1][entry] end
+    last = call('XADD', KEYS[1], '*', unpack(arguments))
+  end
+  entries = entries + #run[2]
 end
-call('HSET', KEYS[2], 'batch', ARGV[2], 'last', last, 'added', string.format('%d', (added or 0) + #entries), 'lanes', ARGV[3])
+call('HSET', KEYS[2], 'batch', ARGV[2], 'last', last, 'added', string.format('%d', (added or 0) + entries), 'lanes', ARGV[3])
 return ARGV[2]

@@ -24,6 +24,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
+from outbox.envelope import Run
 from outbox.errors import GroupLost, StreamUnusable, TransportError, TransportUnavailable
 from outbox.transport.base import Claim, Delivery, Marker, Part, StreamInfo
 
@@ -47,7 +48,6 @@ class StreamTransport:
         self._client = client
         self._prefix = prefix
         self._sha: str | None = None
-        self._pack = msgspec.msgpack.Encoder().encode
 
     @classmethod
     def from_url(
@@ -74,7 +74,7 @@ class StreamTransport:
 
     def publish(self, parts: Sequence[Part]) -> list[Marker | TransportError | None]:
         return self._script([
-            (part.stream, (part.expected or "", part.marker, part.lanes, self._pack(part.fields), *part.data))
+            (part.stream, (part.expected or "", part.marker, part.lanes, _packed(part.runs)))
             for part in parts
         ])  # fmt: skip
 
@@ -194,6 +194,17 @@ class StreamTransport:
                 return pipeline.execute(raise_on_error=False)
 
         return _translating(run)
+
+
+_pack = msgspec.msgpack.Encoder().encode
+
+
+def _packed(runs: Sequence[Run]) -> bytes:
+    """Runs as the script takes them. Payloads go as msgpack strings of four length bytes: Redis reads no binary type."""
+    return _pack([
+        (run.names, [msgspec.Raw(b"\xdb%b%b" % (len(data).to_bytes(4), data)) for data in run.columns[0]], *run.columns[1:])
+        for run in runs
+    ])  # fmt: skip
 
 
 def _settle(replies: Iterable[Any]) -> None:

@@ -15,6 +15,7 @@ import pytest
 import redis
 
 from outbox.embedded import ValkeyServer, redis_servers
+from outbox.envelope import Run
 from outbox.errors import GroupLost, StreamUnusable, TransportError, TransportUnavailable
 from outbox.transport import Claim, Delivery, Marker, MemoryTransport, Part, StreamTransport, Transport
 from outbox.transport.base import stream_of, streams_of, topic_of
@@ -143,8 +144,8 @@ def marker(seq: int, epoch: int = 1) -> Marker:
 
 def part(seq: int, expected: Marker | None = None, stream: str = "a", events: int = 1, **more: Any) -> Part:
     names = [f"{seq}.{n}" for n in range(events)]
-    fields = [["id", name, "type", "t"] for name in names]
-    return Part(stream, expected, more.pop("marker", marker(seq)), fields, [name.encode() for name in names], **more)
+    run = Run(["data", "id", "type"], [[name.encode() for name in names], names, ["t"] * events])
+    return Part(stream, expected, more.pop("marker", marker(seq)), [run] if events else [], **more)
 
 
 def published(there: Any, *names: str, stream: str = "a") -> None:
@@ -265,8 +266,9 @@ def test_deleted_entries_do_not_disturb_the_marker(there: Any) -> None:
 
 def test_o_69_payloads_are_received_equal_to_the_byte(there: Any) -> None:
     payloads = [b"\xff\xfe\x00\x80", BINARY, b"", b"x" * 100_000, "é😀".encode()]
-    fields = [["id", str(n), "type", "té😀", "x", ""] for n in range(len(payloads))]
-    assert there.transport.publish([Part("a", None, marker(1), fields, payloads)]) == [marker(1)]
+    ids = [str(n) for n in range(len(payloads))]
+    run = Run(["data", "id", "type", "x"], [payloads, ids, ["té😀"] * len(payloads), [""] * len(payloads)])
+    assert there.transport.publish([Part("a", None, marker(1), [run])]) == [marker(1)]
     published(there, "good")
     there.transport.open(GROUP, ["a"])
     found = there.transport.read(GROUP, "one", ["a"], 10, 0)

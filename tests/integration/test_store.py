@@ -11,13 +11,15 @@ import pytest
 
 from outbox import schema as schemas
 from outbox.embedded import PostgresServer
+from outbox.envelope import ROW
 from outbox.errors import AlreadySealed
-from outbox.store import BEGINNING, Batch, Connection, Store, StreamPart, Window
+from outbox.store import BEGINNING, POSITION, Batch, Connection, Store, StreamPart, Window
 from tests.faults.chaos import TOPIC, Bench
 from tests.waiting import eventually
 
 START = Window(BEGINNING, BEGINNING, 0, False)
 MIB = 1 << 20
+EVENT_ID = ROW.index("event_id")
 
 
 @pytest.fixture
@@ -48,13 +50,13 @@ class Reader:
             window = self.window
             rows, done = self.store.page(self.connection, window, self.rows, self.size_bytes)
             assert rows or done
-            last = rows[-1][0] if rows else window.after + 1
+            last = rows[-1][POSITION] if rows else window.after + 1
             batch = Batch(
                 len(self.batches) + 1, "", 1, window.prev, window.snap, window.after, last, done, max(len(rows), 1)
             )
             self.window = batch.rest
             if rows:
-                pages.append([row[2] for row in rows])
+                pages.append([row[EVENT_ID] for row in rows])
                 self.batches.append((batch, pages[-1]))
             if done:
                 return pages
@@ -62,7 +64,7 @@ class Reader:
     def check_again(self) -> None:
         """Every batch reads as it did the first time."""
         for batch, ids in self.batches:
-            assert [row[2] for row in self.store.read_again(self.connection, batch, TOPIC)] == ids
+            assert [row[EVENT_ID] for row in self.store.read_again(self.connection, batch, TOPIC)] == ids
 
 
 class Explaining:

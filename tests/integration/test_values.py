@@ -13,7 +13,7 @@ import pytest
 from outbox import Envelope, Event, record
 from outbox.envelope import MAX_VERSION, decode, wire
 from outbox.schema import connect
-from outbox.store import BEGINNING, Store, Window
+from outbox.store import BEGINNING, TOPIC, Store, Window
 from outbox.transport import Marker, MemoryTransport, Part
 
 KOLKATA = timezone(timedelta(hours=5, minutes=30))
@@ -31,10 +31,9 @@ def delivered(url: str, events: list[Event], time_zone: str = "UTC") -> list[Env
     transport = MemoryTransport()
     for n, row in enumerate(rows):
         expected = Marker(1, n, "t") if n else None
-        fields = row[2:11]  # position and topic stand before what `wire` takes
-        transport.publish([Part("all", expected, Marker(1, n + 1, "t"), [wire(fields)], [bytes(fields[4])])])
+        transport.publish([Part("all", expected, Marker(1, n + 1, "t"), wire([row]))])
     transport.open("group", ["all"])
-    topics = [row[1] for row in rows]
+    topics = [row[TOPIC] for row in rows]
     found = transport.read("group", "one", ["all"], 1000, 0)
     return [decode(topic, delivery.fields) for topic, delivery in zip(topics, found, strict=True)]
 

@@ -49,16 +49,16 @@ def as_row(recorded: Event) -> tuple[Any, ...]:
     when = recorded.time and recorded.time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ").rjust(27, "0")
     headers = json.dumps(recorded.headers) if recorded.headers else None
     return (
-        str(recorded.id), recorded.type, recorded.key, recorded.version, recorded.data, recorded.content_type, when,
-        recorded.source, headers,
+        recorded.data, str(recorded.id), recorded.type, recorded.key,
+        None if recorded.version is None else str(recorded.version), recorded.content_type, when, recorded.source, headers,
     )  # fmt: skip
 
 
 def entry(recorded: Event) -> dict[bytes, bytes]:
     """The event as an entry of a stream."""
-    row = as_row(recorded)
-    fields = [text.encode() for text in wire(row)]
-    return {b"data": row[4]} | dict(zip(fields[::2], fields[1::2], strict=True))
+    (run,) = wire([as_row(recorded)])
+    (fields,) = run.entries()
+    return fields
 
 
 def received(recorded: Event) -> Envelope:
@@ -377,7 +377,26 @@ def test_what_is_recorded_is_what_is_received(recorded: Event) -> None:
 
 def test_what_is_absent_is_not_written() -> None:
     recorded = event()
-    assert wire(as_row(recorded)) == ["id", str(recorded.id), "type", "payment.received"]
+    assert entry(recorded) == {
+        b"data": b'{"a":1}', b"id": str(recorded.id).encode(), b"type": b"payment.received"
+    }  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(_events, max_size=6), st.integers(1, 3))
+def test_events_travel_together_as_they_would_alone(events: list[Event], repeated: int) -> None:
+    events = [recorded for recorded in events for _ in range(repeated)]
+    runs = wire([(*as_row(recorded), 17, "further") for recorded in events])
+    assert [fields for run in runs for fields in run.entries()] == [entry(recorded) for recorded in events]
+    marked = [fields for run in wire([as_row(e) for e in events], 41) for fields in run.entries()]
+    assert [fields.pop(b"batch", None) for fields in marked] == [None] * (len(events) - 1) + [b"41"] * bool(events)
+    assert marked == [entry(recorded) for recorded in events]
+
+
+def test_entries_with_the_same_fields_are_one_run() -> None:
+    rows = [as_row(event(key=str(n), headers={"a": "1"} if n > 5 else {})) for n in range(10)]
+    assert [len(run) for run in wire(rows)] == [6, 4]
+    assert [len(run) for run in wire(rows, 1)] == [6, 3, 1]
 
 
 def test_the_time_of_a_version_7_id_stands_in_for_a_missing_one() -> None:
