@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from decimal import Decimal
 from pathlib import Path
@@ -385,6 +386,7 @@ PASSWORD, ENCODED = "S3cr3t!%@", "S3cr3t!%25%40"
 
 def _says(environment: dict[str, str], tmp_path: Path, until: str, stop: bool) -> tuple[int, str, str]:
     """Run `consumer run` at the level debug until it ends, or says `until` and is stopped: exit code, output, command."""
+    tmp_path.mkdir()
     (tmp_path / "shop.py").write_text(
         "from consumer import Consumer\nwallet = Consumer('wallet', topics=['accounts'])\n"
     )
@@ -462,8 +464,13 @@ def test_o_95_the_command_never_shows_a_password(guarded: dict[str, str], tmp_pa
             guarded | {"REDIS_URL": guarded["REDIS_URL"].replace("redis:", "rediss:")}, "consumer wallet waits", 0,
         ),
     }  # fmt: skip
-    for case, (environment, until, code) in cases.items():
-        status, output, line = _says(environment, tmp_path, until, stop=code == 0)
-        assert until in output, (case, output)
-        assert status == code, (case, output)
-        assert "S3cr3t" not in output + line, (case, output)
+
+    def run(case: str) -> tuple[int, str, str]:
+        environment, until, code = cases[case]
+        return _says(environment, tmp_path / case.replace(" ", "_"), until, stop=code == 0)
+
+    with ThreadPoolExecutor(4) as pool:
+        for (case, (_, until, code)), (status, output, line) in zip(cases.items(), pool.map(run, cases), strict=True):
+            assert until in output, (case, output)
+            assert status == code, (case, output)
+            assert "S3cr3t" not in output + line, (case, output)
