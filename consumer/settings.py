@@ -18,26 +18,26 @@ class ConsumerSettings(Settings):
     prefix: ClassVar[str] = "CONSUMER_"
 
     #: Schema of the ledger and its companions. Default ``public``.
-    schema_name: SchemaName = Field("public", validation_alias=AliasChoices("schema_name", "CONSUMER_SCHEMA"))
+    schema_name: SchemaName = Field(default="public", validation_alias=AliasChoices("schema_name", "CONSUMER_SCHEMA"))
     #: This process's name in the group; must be unique among running ones. Default: host, process id and a random part.
-    process_name: str | None = Field(None, min_length=1, max_length=200)
+    process_name: str | None = Field(default=None, min_length=1, max_length=200)
     #: Most deliveries in one transaction. Default 500.
-    batch_size: int = Field(500, ge=1, le=10_000)
+    batch_size: int = Field(default=500, ge=1, le=10_000)
     #: Longest wait for new entries in one read, in seconds; also how soon SIGTERM is noticed when idle. Default 1.
-    block_seconds: float = Field(1.0, gt=0, le=30)
+    block_seconds: float = Field(default=1.0, gt=0, le=30)
     #: How long a delivery may stay with one process before others take it over, in seconds; also the pause before a
     #: failed one is tried again. Longer than a batch takes. Default 60.
-    claim_seconds: float = Field(60.0, ge=0.05, le=86_400)
+    claim_seconds: float = Field(default=60.0, ge=0.05, le=86_400)
     #: How often to look for deliveries to take over, in seconds. Default 1.
-    check_seconds: float = Field(1.0, gt=0, le=60)
+    check_seconds: float = Field(default=1.0, gt=0, le=60)
     #: Longest pause between tries while Redis or PostgreSQL fails, in seconds; pauses grow from 0.05 with jitter. Default 2.
-    backoff_max_seconds: float = Field(2.0, gt=0, le=60)
+    backoff_max_seconds: float = Field(default=2.0, gt=0, le=60)
     #: After how many times a connection keeps a statement prepared: 5 makes handlers about a fifth faster. Not through a
     #: pooler that does not know prepared statements (PgBouncer before 1.21). Default: never.
-    prepare_threshold: int | None = Field(None, ge=0, le=1000)
+    prepare_threshold: int | None = Field(default=None, ge=0, le=1000)
     #: Days that one partition of the ledger holds, and partitions kept ahead of the clock. Defaults 7 and 4.
-    ledger_partition_days: int = Field(7, ge=1, le=365)
-    ledger_partitions_ahead: int = Field(4, ge=1, le=100)
+    ledger_partition_days: int = Field(default=7, ge=1, le=365)
+    ledger_partitions_ahead: int = Field(default=4, ge=1, le=100)
 
     def model_post_init(self, _context: Any) -> None:
         if self.check_seconds > self.claim_seconds and "check_seconds" in self.model_fields_set:

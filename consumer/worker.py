@@ -17,7 +17,6 @@ from pathlib import Path
 
 import psycopg
 import sqlalchemy
-import tenacity
 
 from consumer.claims import Recovery
 from consumer.handlers import Consumer
@@ -26,6 +25,7 @@ from consumer.process import DatabaseUnavailable, Outcome, Processor
 from consumer.settings import ConsumerSettings
 from outbox import schema as schemas
 from outbox.errors import GroupLost, SettingsError, StreamUnusable, TransportError
+from outbox.retry import until_done
 from outbox.telemetry import Claimed, Observer, Outcomes, guarded
 from outbox.transport import Delivery, StreamTransport, Transport
 from outbox.transport.base import streams_of
@@ -33,6 +33,7 @@ from outbox.transport.base import streams_of
 _log = logging.getLogger(__name__)
 
 _PARTITION_SECONDS = 3600.0
+_LANES_SECONDS = 10.0
 
 
 class Worker:
@@ -87,6 +88,7 @@ class Worker:
         self._unacknowledged: list[Delivery] = []
         self._check_due = 0.0
         self._partitions_due = 0.0
+        self._lanes_due = 0.0
 
     # --- running ---
 
@@ -97,21 +99,18 @@ class Worker:
             SchemaError: the tables are missing or of another revision.
             SettingsError: the relay spreads a topic over another number of lanes.
         """
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(
-                (TransportError, DatabaseUnavailable, psycopg.OperationalError, sqlalchemy.exc.OperationalError)
-            ),
-            wait=tenacity.wait_exponential(multiplier=0.05, max=self._settings.backoff_max_seconds)
-            + tenacity.wait_random(0, self._settings.backoff_max_seconds / 4),
-            stop=tenacity.stop_when_event_set(self._stopping),
-            sleep=tenacity.sleep_using_event(self._stopping),
-            before_sleep=self._failed,
-        )
         try:
             while not self._stopping.is_set():
-                try:
-                    retrying(self.run_once)
-                except tenacity.RetryError:
+                counts = until_done(
+                    self.run_once,
+                    worth_retrying=_worth_retrying,
+                    longest_pause_seconds=self._settings.backoff_max_seconds,
+                    stopping=self._stopping,
+                    failed=self._failed,
+                    log=_log,
+                    who=f"consumer {self._consumer.name}",
+                )
+                if counts is None:
                     break
                 self._beat()
         finally:
@@ -134,14 +133,7 @@ class Worker:
         if self._own_engine:
             self._engine.dispose()
 
-    def _failed(self, state: tenacity.RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        level = logging.WARNING if state.attempt_number in (1, 10) or state.attempt_number % 100 == 0 else logging.DEBUG
-        _log.log(
-            level,
-            "consumer %s waits, try %d: %s", self._consumer.name, state.attempt_number, " ".join(str(error).split()),
-            extra={"action": "consumer_waits", "error": type(error).__name__},
-        )  # fmt: skip
+    def _failed(self, _error: BaseException) -> None:
         self._usable = None
         self._beat()
 
@@ -189,6 +181,8 @@ class Worker:
             self._look_after_ledger()
         if self._usable is None:
             self._open()
+        elif time.monotonic() >= self._lanes_due:
+            self._check_lanes()
 
     def _open(self) -> None:
         """Make the groups where they are missing, and see which streams can be used and that the lanes agree."""
@@ -201,6 +195,15 @@ class Worker:
         if not self._usable:
             self._usable = None
             raise next(iter(unusable.values()))
+        self._check_lanes()
+
+    def _check_lanes(self) -> None:
+        """See that the relay spreads each topic over as many lanes as are read here; it may come after us.
+
+        Raises:
+            SettingsError: it does not.
+        """
+        self._lanes_due = time.monotonic() + _LANES_SECONDS
         for topic in self._consumer.topics:
             ours = self._settings.lanes.get(topic, 1)
             for stream in {topic, f"{topic}:0"}:
@@ -258,3 +261,9 @@ class Worker:
                     " ".join(str(error).split()), extra={"action": "partitions_denied"},
                 )  # fmt: skip
         self._partitions_due = time.monotonic() + _PARTITION_SECONDS
+
+
+def _worth_retrying(error: BaseException) -> bool:
+    return isinstance(
+        error, TransportError | DatabaseUnavailable | psycopg.OperationalError | sqlalchemy.exc.OperationalError
+    )

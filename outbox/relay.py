@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import psycopg
-import tenacity
 
 from outbox import schema as schemas
 from outbox.envelope import Run, wire
 from outbox.errors import AlreadySealed, StaleRelay, TransportError, TransportUnavailable
+from outbox.retry import until_done
 from outbox.settings import RelaySettings
 from outbox.store import BEGINNING, KEY, POSITION, TOPIC, Batch, Connection, Row, Store, StreamPart, Window
 from outbox.telemetry import Observer, Published, Sealed, StandBy, StreamBehind, StreamFailed, guarded
@@ -121,19 +121,29 @@ class Relay:
             SchemaError: the tables are missing or of another revision.
         """
         pause = self._settings.poll_min_seconds
-        while not self._stopping.is_set():
-            counts = self._retrying(self.run_once)
-            if counts is None:
-                break
-            self._beat()
-            if counts.standing_by:
-                pause = self._settings.check_seconds
-            elif counts.sealed:
-                pause = self._settings.poll_min_seconds
-            else:
-                pause = min(max(pause, self._settings.poll_min_seconds) * 1.5, self._settings.poll_max_seconds)
-            self._stopping.wait(pause)
-        self.close()
+        try:
+            while not self._stopping.is_set():
+                counts = until_done(
+                    self.run_once,
+                    worth_retrying=_worth_retrying,
+                    longest_pause_seconds=self._settings.backoff_max_seconds,
+                    stopping=self._stopping,
+                    failed=self._failed,
+                    log=_log,
+                    who="relay",
+                )
+                if counts is None:
+                    break
+                self._beat()
+                if counts.standing_by:
+                    pause = self._settings.check_seconds
+                elif counts.sealed:
+                    pause = self._settings.poll_min_seconds
+                else:
+                    pause = min(max(pause, self._settings.poll_min_seconds) * 1.5, self._settings.poll_max_seconds)
+                self._stopping.wait(pause)
+        finally:
+            self.close()
 
     def stop(self) -> None:
         """Finish the batch at hand and return from `run`; may be called from a signal handler or another thread."""
@@ -145,31 +155,7 @@ class Relay:
         self._disconnect()
         self._transport.close()
 
-    def _retrying(self, call: Callable[[], T]) -> T | None:
-        """The call's result, however often it takes; None if stopped meanwhile."""
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(_worth_retrying),
-            wait=tenacity.wait_exponential(multiplier=0.05, max=self._settings.backoff_max_seconds)
-            + tenacity.wait_random(0, self._settings.backoff_max_seconds / 4),
-            stop=tenacity.stop_when_event_set(self._stopping),
-            sleep=tenacity.sleep_using_event(self._stopping),
-            before_sleep=self._failed,
-        )
-        try:
-            return retrying(call)
-        except tenacity.RetryError:
-            return None
-
-    def _failed(self, state: tenacity.RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        level = logging.WARNING if state.attempt_number in (1, 10) or state.attempt_number % 100 == 0 else logging.DEBUG
-        _log.log(
-            level,
-            "relay waits, try %d: %s",
-            state.attempt_number,
-            _one_line(error),
-            extra={"action": "relay_waits", "error": type(error).__name__},
-        )
+    def _failed(self, _error: BaseException) -> None:
         self._disconnect()
         self._beat()
 

@@ -120,19 +120,21 @@ class Settings(BaseSettings):
     )
 
     #: PostgreSQL: a URL or libpq's key=value form. No default.
-    database_url: DatabaseUrl = Field(validation_alias=AliasChoices("database_url", "DATABASE_URL"))
+    database_url: DatabaseUrl = Field(default=..., validation_alias=AliasChoices("database_url", "DATABASE_URL"))
     #: Redis or Valkey URL. No default.
-    redis_url: RedisUrl = Field(validation_alias=AliasChoices("redis_url", "REDIS_URL"))
+    redis_url: RedisUrl = Field(default=..., validation_alias=AliasChoices("redis_url", "REDIS_URL"))
     #: Put before every Redis key, so that installations can share a server. Default: nothing.
     #: Relay and consumers share ``OUTBOX_KEY_PREFIX``.
     key_prefix: str = Field(
-        "", pattern=r"^[A-Za-z0-9._/:-]{0,100}$", validation_alias=AliasChoices("key_prefix", "OUTBOX_KEY_PREFIX")
+        default="",
+        pattern=r"^[A-Za-z0-9._/:-]{0,100}$",
+        validation_alias=AliasChoices("key_prefix", "OUTBOX_KEY_PREFIX"),
     )
     #: Lanes (streams) a topic is spread over by hash of the key: ``payments=8,orders=2``. Relay and consumers
     #: share ``OUTBOX_LANES``; a consumer checks it against what the relay wrote beside the stream. Default: one lane each.
     lanes: Lanes = Field(default_factory=dict, validation_alias=AliasChoices("lanes", "OUTBOX_LANES"))
     #: Longest time to wait for Redis' answer, in seconds, beyond what a blocking read waits by itself. Default 5.
-    redis_timeout_seconds: float = Field(5 * _SECOND, gt=0, le=300)
+    redis_timeout_seconds: float = Field(default=5 * _SECOND, gt=0, le=300)
     #: File touched after every round of work, for health checks of a container. Default: none.
     heartbeat_file: str | None = None
 
@@ -163,25 +165,25 @@ class RelaySettings(Settings):
     model_config = SettingsConfigDict(env_prefix="OUTBOX_")
 
     #: Schema of the outbox tables. Default ``public``.
-    schema_name: SchemaName = Field("public", validation_alias=AliasChoices("schema_name", "OUTBOX_SCHEMA"))
+    schema_name: SchemaName = Field(default="public", validation_alias=AliasChoices("schema_name", "OUTBOX_SCHEMA"))
     #: Most events in a batch: one Redis script call for each stream it touches, about 3 µs an event during which Redis
     #: serves nobody else. Default 2000.
-    batch_rows: int = Field(2000, ge=1, le=10_000)
+    batch_rows: int = Field(default=2000, ge=1, le=10_000)
     #: Payload bytes after which a batch ends (the event that reaches it is still part of it). Default 4 MiB.
-    batch_bytes: int = Field(4 * DEFAULT_MAX_PAYLOAD_BYTES, ge=1024, le=64 * DEFAULT_MAX_PAYLOAD_BYTES)
+    batch_bytes: int = Field(default=4 * DEFAULT_MAX_PAYLOAD_BYTES, ge=1024, le=64 * DEFAULT_MAX_PAYLOAD_BYTES)
     #: Shortest and longest pause between looks at the outbox, in seconds; the pause grows while nothing comes. A look at
     #: an idle outbox costs two index probes. Defaults 0.005 and 0.1.
-    poll_min_seconds: float = Field(0.005, gt=0, le=10)
-    poll_max_seconds: float = Field(0.1, gt=0, le=60)
+    poll_min_seconds: float = Field(default=0.005, gt=0, le=10)
+    poll_max_seconds: float = Field(default=0.1, gt=0, le=60)
     #: How often the streams' markers are looked at, so that a loss in Redis is repaired without waiting for the next
     #: event; also how often a relay that stands by looks whether it is needed. Default 1.
-    check_seconds: float = Field(_SECOND, gt=0, le=60)
+    check_seconds: float = Field(default=_SECOND, gt=0, le=60)
     #: Longest pause between tries while Redis or PostgreSQL fails, in seconds; pauses grow from 0.05 with jitter. Default 2.
-    backoff_max_seconds: float = Field(2 * _SECOND, gt=0, le=60)
+    backoff_max_seconds: float = Field(default=2 * _SECOND, gt=0, le=60)
     #: Positions in one partition of the outbox. Whole partitions are dropped, never rows. Default 1,000,000.
-    partition_rows: int = Field(1_000_000, ge=1000, le=1_000_000_000)
+    partition_rows: int = Field(default=1_000_000, ge=1000, le=1_000_000_000)
     #: Empty partitions kept ahead of the newest position. Default 3.
-    partitions_ahead: int = Field(3, ge=1, le=100)
+    partitions_ahead: int = Field(default=3, ge=1, le=100)
 
     def model_post_init(self, _context: Any) -> None:
         if self.poll_min_seconds > self.poll_max_seconds:

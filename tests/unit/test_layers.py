@@ -17,7 +17,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "outbox": [
         {"errors"},
         {"envelope"},
-        {"settings", "telemetry"},
+        {"settings", "telemetry", "retry"},
         {"tables", "schema", "transport"},
         {"store"},
         {"writer", "relay", "retention"},
@@ -37,7 +37,7 @@ FLOORS: dict[str, list[set[str]]] = {
 #: What stands beside the floors: imports nothing of ours.
 ALONE = {"outbox.embedded"}
 #: What consumer may use of outbox: the published language.
-LANGUAGE = {"errors", "envelope", "settings", "telemetry", "transport", "schema"}
+LANGUAGE = {"errors", "envelope", "settings", "telemetry", "retry", "transport", "schema"}
 #: Named exceptions: module, and what it may import besides.
 EXCEPTIONS = {"consumer.reconcile": {"outbox.store"}, "consumer.cli": {"outbox.cli"}}
 #: What may import everything of its own package, and is imported by nobody.
