@@ -1,8 +1,9 @@
-"""Everything at once: writers that race and roll back, relays killed -9, Redis flushed, a consumer beside them."""
+"""Everything at once: writers that race and roll back, relays and consumers killed -9, Redis flushed."""
 
 from __future__ import annotations
 
 import random
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -92,10 +93,14 @@ def test_chaos(
         schemas.upgrade(database_url, branch)  # type: ignore[arg-type]
     with Bench(database_url, redis_url) as bench:
         bench.make_tables()
-        consumer = bench.start(
-            "consumer", "run", "tests.faults.chaos:ledger", CONSUMER_CLAIM_SECONDS="1", CONSUMER_BLOCK_SECONDS="0.2",
-            CONSUMER_CHECK_SECONDS="0.2",
-        )  # fmt: skip
+
+        def consume() -> subprocess.Popen[bytes]:
+            return bench.start(
+                "consumer", "run", "tests.faults.chaos:ledger", CONSUMER_CLAIM_SECONDS="1", CONSUMER_BLOCK_SECONDS="0.2",
+                CONSUMER_CHECK_SECONDS="0.2",
+            )  # fmt: skip
+
+        consumers = [consume() for _ in range(2)]
         relays = [bench.start(OUTBOX_BATCH_ROWS="50") for _ in range(2)]
         eventually(bench.relays_connected, 30)
         writers = Writers(bench, seconds)
@@ -109,6 +114,10 @@ def test_chaos(
             relays[victim].wait()
             relays[victim] = bench.start(OUTBOX_BATCH_ROWS="50")
             kills += 1
+            if kills % 3 == 0:  # the other one works meanwhile, so that a take-over meets new deliveries
+                consumers[0].kill()
+                consumers[0].wait()
+                consumers = [consumers[1], consume()]
             if time.monotonic() >= next_flush:
                 bench.redis.flushall()
                 flushes, next_flush = flushes + 1, time.monotonic() + 2
@@ -131,4 +140,4 @@ def test_chaos(
         for _, key, version in writers.committed:
             versions.setdefault(key, []).append(version)
         assert version_order(bench.entries()) == {key: sorted(some) for key, some in versions.items()}
-        assert consumer.poll() is None
+        assert [consumer.poll() for consumer in consumers] == [None, None]

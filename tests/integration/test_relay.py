@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
 import signal
 import threading
 import time
@@ -10,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 import psycopg
 import pytest
@@ -498,3 +501,25 @@ def test_a_marker_never_says_more_than_the_stream_holds(bench: Bench) -> None:
     newest = Store().newest(bench.db)
     assert newest is not None
     assert marker == Marker(1, newest.seq, newest.token)
+
+
+def test_a_relay_that_may_not_make_partitions_publishes_all_the_same(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    role = f"relay_{secrets.token_hex(4)}"
+    bench.db.execute(f"CREATE ROLE {role} LOGIN PASSWORD '{role}'")
+    try:
+        bench.db.execute(f"""
+            GRANT SELECT ON public.outbox, public.outbox_default, public.outbox_epoch, public.outbox_schema_version TO {role};
+            GRANT SELECT, INSERT ON public.outbox_batch, public.outbox_stream TO {role}
+        """)
+        bench.write(5)
+        parts = urlsplit(bench.database_url)
+        address = parts._replace(netloc=f"{role}:{role}@{parts.hostname}:{parts.port}").geturl()
+        relay = bench.relay(database_url=address)
+        with caplog.at_level(logging.WARNING):
+            assert drain(relay) == Counts(sealed=5, published=5)
+        assert [r.action for r in caplog.records if hasattr(r, "action")] == ["partitions_denied"]  # type: ignore[attr-defined]
+        relay.close()
+    finally:
+        bench.db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
