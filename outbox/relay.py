@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,10 +28,20 @@ import psycopg
 from outbox import schema as schemas
 from outbox.envelope import Run, wire
 from outbox.errors import AlreadySealed, StaleRelay, TransportError, TransportUnavailable
-from outbox.retry import until_done
+from outbox.retry import database_away, until_done
 from outbox.settings import RelaySettings
-from outbox.store import BEGINNING, KEY, POSITION, TOPIC, Batch, Connection, Row, Store, StreamPart, Window
-from outbox.telemetry import Observer, Published, Sealed, StandBy, StreamBehind, StreamFailed, guarded
+from outbox.store import BEGINNING, KEY, POSITION, TOPIC, Batch, Connection, Group, Row, Store, StreamPart, Window
+from outbox.telemetry import (
+    Observer,
+    Published,
+    Sealed,
+    StandBy,
+    StreamBehind,
+    StreamFailed,
+    StreamPaused,
+    Trimmed,
+    guarded,
+)
 from outbox.transport import Marker, Part, StreamTransport, Transport
 from outbox.transport.base import stream_of, topic_of
 
@@ -39,9 +49,13 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-#: Batches in one round, so that markers and partitions are looked after under permanent backlog too.
-_ROUND_BATCHES = 100
 _PARTITION_SECONDS = 5.0
+#: Memory goes on being full until so much less of it is used.
+_RESUME_BELOW = 0.05
+_PAUSED = {
+    "memory": "Redis uses more than OUTBOX_MAX_MEMORY_SHARE of its memory",
+    "length": "it has more than OUTBOX_MAX_STREAM_LENGTH unacknowledged entries",
+}
 
 
 @dataclass(slots=True)
@@ -71,6 +85,14 @@ class _Stream:
     token: str = ""
     marker: Marker | None = None
     current: bool = False  # the marker is that of the newest sealed batch
+    acked: dict[str, int] = field(default_factory=dict)  # by group: the batch up to which all is acknowledged
+    length: int = 0  # entries when it was looked at, and those published since
+    paused: str | None = None  # why
+
+    @property
+    def needed(self) -> int:
+        """The batch after which some group still needs everything; 0 where no group is known."""
+        return min(self.acked.values(), default=0)
 
 
 @dataclass(slots=True)
@@ -111,6 +133,8 @@ class Relay:
         self._loaded = False
         self._check_due = 0.0
         self._partitions_due = 0.0
+        self._groups_due = 0.0
+        self._memory_full = False
 
     # --- running ---
 
@@ -178,8 +202,11 @@ class Relay:
         try:
             self._load()
             if time.monotonic() >= self._check_due:
-                self._check(counts)
                 self._check_due = time.monotonic() + self._settings.check_seconds
+                self._check_memory()
+                self._check(counts)
+            if time.monotonic() >= self._groups_due:
+                self._look_after_streams(counts)
             self._drain(counts)
         except AlreadySealed:
             # Somebody else is at work. Everything believed is forgotten, and read again next time.
@@ -193,14 +220,14 @@ class Relay:
         return counts
 
     def _drain(self, counts: Counts) -> None:
-        """Seal and publish batches until nothing is new; the next is read and sealed while one is published."""
+        """Seal and publish until nothing is new or a look at the streams is due; the next batch is read and sealed while
+        one is published."""
         sealed = self._seal_next()
-        for number in range(_ROUND_BATCHES):
-            if sealed is None:
-                return
+        while sealed is not None:
             counts.sealed += sealed.batch.events
             self._beat()
-            last = self._stopping.is_set() or number == _ROUND_BATCHES - 1
+            due = time.monotonic() >= min(self._check_due, self._groups_due)
+            last = self._stopping.is_set() or due
             ahead = None if last else self._ahead.submit(self._seal_next)
             try:
                 self._publish(sealed, counts)
@@ -222,7 +249,12 @@ class Relay:
         newest = self._store.newest(connection)
         self._seq = newest.seq if newest else 0
         self._window = newest.rest if newest else Window(BEGINNING, BEGINNING, 0, False)
-        self._streams = {head.stream: _Stream(head.seq, head.token) for head in self._store.heads(connection)}
+        known = self._streams
+        self._streams = {}
+        for head in self._store.heads(connection):
+            before = known.get(head.stream, _Stream())
+            self._streams[head.stream] = _Stream(head.seq, head.token, length=before.length, paused=before.paused)
+        self._load_groups(connection)
         self._check_due = 0.0
         self._loaded = True
 
@@ -280,7 +312,7 @@ class Relay:
             stream = self._streams.setdefault(share.stream, _Stream(current=True))
             marker = Marker(self._epoch, batch.seq, batch.token)
             if stream.current:
-                parts.append(Part(share.stream, stream.marker, marker, runs, share.lanes))
+                parts.append(self._part(share, stream.marker, marker, runs))
             stream.seq, stream.token = batch.seq, batch.token
         started = time.monotonic()
         try:
@@ -294,6 +326,8 @@ class Relay:
             stream = self._streams[part.stream]
             if answer == part.marker:
                 stream.marker = answer
+                stream.length += part.events
+                self._pause_if_long(part.stream, stream)
                 counts.published += part.events
                 self._observe(Published(part.stream, batch.seq, part.events, False, time.monotonic() - started))
                 continue
@@ -318,6 +352,10 @@ class Relay:
                 self._blame(name, found)
                 if isinstance(found, TransportUnavailable):
                     raise found
+            elif stream.paused:
+                stream.current, stream.marker = False, found
+            elif found is None and 0 < stream.seq <= stream.needed:
+                stream.current, stream.marker = True, None  # it lost nothing that anybody needs
             elif found is None or (found.seq, found.token) != (stream.seq, stream.token):
                 stream.current = False
                 self._catch_up(name, stream, found, counts)
@@ -328,14 +366,17 @@ class Relay:
             if self._stopping.is_set():
                 return
 
-    def _catch_up(self, name: str, stream: _Stream, found: Marker | None, counts: Counts) -> None:
-        """Bring a stream from the batch that it shows up to the newest one.
+    def _catch_up(
+        self, name: str, stream: _Stream, found: Marker | None, counts: Counts, after: int | None = None
+    ) -> None:
+        """Bring a stream from the batch that it shows, or from `after` on, up to the newest one.
 
         A marker that is not the expected one, at any step, is where to go on from: another relay may do the same, and
         Redis may lose data again meanwhile.
         """
         connection, started, repaired = self._connect(), time.monotonic(), 0
-        after = self._after(connection, name, found)
+        if after is None:
+            after = self._after(connection, name, found)
         self._observe(StreamBehind(name, after))
         while True:
             batches = self._store.batches_after(connection, name, after, 32)
@@ -345,8 +386,7 @@ class Relay:
                 rows = self._store.read_again(connection, batch, topic_of(name))
                 rows = _by_stream(rows, {topic_of(name): share.lanes}).get(name, [])
                 marker = Marker(self._epoch, batch.seq, batch.token)
-                part = Part(name, found, marker, wire(rows, batch.seq), share.lanes)
-                (answer,) = self._transport.publish([part])
+                (answer,) = self._transport.publish([self._part(share, found, marker, wire(rows, batch.seq))])
                 self._beat()
                 if isinstance(answer, TransportError):
                     stream.current = False
@@ -360,8 +400,11 @@ class Relay:
                     break
                 found, after = marker, batch.seq
                 repaired += len(rows)
+                stream.length += len(rows)
                 self._observe(Published(name, batch.seq, len(rows), True, time.monotonic() - started))
-                if self._stopping.is_set():
+                self._pause_if_long(name, stream)
+                if self._stopping.is_set() or stream.paused:
+                    counts.repaired += repaired
                     return
         counts.repaired += repaired
         if found is not None and found.epoch < self._epoch:  # nothing to publish, but the stream is in our epoch now
@@ -381,13 +424,16 @@ class Relay:
             )  # fmt: skip
 
     def _after(self, connection: Connection, name: str, found: Marker | None) -> int:
-        """The batch after which a stream with marker `found` is to be published again; 0: everything that is kept.
+        """The batch after which a stream with marker `found` is to be published again.
+
+        A stream that has no marker has lost everything: what its groups have acknowledged is not published again.
 
         Raises:
             StaleRelay: the stream is in an epoch that this database knows nothing of.
         """
         if found is None:
-            return 0
+            self._load_groups(connection)
+            return self._streams[name].needed
         if found.epoch > self._epoch:
             self._epoch = self._store.epoch(connection)
             if found.epoch > self._epoch:
@@ -407,6 +453,98 @@ class Relay:
             name, found.seq, self._epoch, extra={"action": "epoch_opened", "stream": name, "epoch": self._epoch},
         )  # fmt: skip
         return 0
+
+    # --- groups, trimming, back-pressure ---
+
+    def _part(self, share: StreamPart, expected: Marker | None, marker: Marker, runs: list[Run]) -> Part:
+        return Part(share.stream, expected, marker, runs, share.lanes, self._settings.retention_seconds)
+
+    def _load_groups(self, connection: Connection) -> None:
+        for stream in self._streams.values():
+            stream.acked = {}
+        for group in self._store.groups(connection):
+            if group.stream in self._streams:
+                self._streams[group.stream].acked[group.name] = group.acked
+
+    def _look_after_streams(self, counts: Counts) -> None:
+        """See how far the groups of every stream are, write it down, trim what all of them have acknowledged, and publish
+        again what strangers took away from under them."""
+        self._groups_due = time.monotonic() + self._settings.trim_seconds
+        connection = self._connect()
+        self._load_groups(connection)
+        for name, stream in list(self._streams.items()):
+            try:
+                state = self._transport.inspect(
+                    name, groups=list(stream.acked), keep_seconds=self._settings.stream_keep_seconds
+                )
+            except TransportUnavailable:
+                raise
+            except TransportError as error:
+                self._blame(name, error)
+                continue
+            if state.trimmed:
+                self._observe(Trimmed(name, state.trimmed))
+            stream.length = state.length
+            seen = [Group(name, group.name, min(group.acked or 0, stream.seq)) for group in state.groups]
+            if state.missing and stream.marker is not None and not stream.paused:
+                self._replace_missing(name, stream, state.missing, counts)
+                seen = [replace(group, acked=0) for group in seen]  # what they skipped is not acknowledged
+            self._store.see_groups(connection, seen)
+            self._pause_if_long(name, stream)
+            if self._stopping.is_set():
+                return
+        self._load_groups(connection)
+
+    def _replace_missing(self, name: str, stream: _Stream, missing: int, counts: Counts) -> None:
+        """Publish again what some group may not have seen of the entries that a stranger deleted."""
+        _log.error(
+            "%d entries of stream %s were deleted by a stranger (XDEL, XTRIM, MAXLEN, eviction): publishing again what is "
+            "not acknowledged",
+            missing, name, extra={"action": "entries_missing", "stream": name, "missing": missing},
+        )  # fmt: skip
+        if stream.acked and stream.marker is not None:
+            self._catch_up(name, stream, stream.marker, counts, after=min(stream.needed, stream.marker.seq))
+        if stream.current and stream.marker is not None:  # also where nothing was to be published: count anew from here
+            self._transport.publish([Part(name, stream.marker, stream.marker, [])])
+
+    def _check_memory(self) -> None:
+        share = self._transport.memory_share()
+        limit = self._settings.max_memory_share - (_RESUME_BELOW if self._memory_full else 0)
+        self._memory_full = share is not None and share > limit
+        for name, stream in self._streams.items():
+            if self._memory_full:
+                self._pause(name, stream, "memory")
+            elif stream.paused == "memory":
+                self._pause(name, stream, None)
+            elif stream.paused:
+                self._groups_due = 0.0  # look now whether it can go on
+
+    def _pause_if_long(self, name: str, stream: _Stream) -> None:
+        """Pause a stream with more unacknowledged entries than allowed, and let it go on when a tenth of them is gone."""
+        if stream.paused == "memory":
+            return
+        limit = self._settings.max_stream_length
+        if stream.paused:
+            limit -= limit // 10
+        long = stream.length > limit
+        if long and stream.acked and stream.marker:  # what is acknowledged, but not yet trimmed, does not count
+            long = self._store.events_between(self._connect(), name, stream.needed, stream.marker.seq) > limit
+        self._pause(name, stream, "length" if long else None)
+
+    def _pause(self, name: str, stream: _Stream, reason: str | None) -> None:
+        if reason == stream.paused:
+            return
+        stream.paused = reason
+        if reason:
+            stream.current = False
+            _log.warning(
+                "stream %s is paused, %s; the outbox holds the rest", name, _PAUSED[reason],
+                extra={"action": "stream_paused", "stream": name, "reason": reason},
+            )  # fmt: skip
+        else:
+            self._check_due = 0.0
+            _log.info("stream %s goes on", name, extra={"action": "stream_resumed", "stream": name})
+        self._observe(StreamPaused(name, reason))
 
     def _blame(self, name: str, error: TransportError) -> None:
         _log.warning(
@@ -449,7 +587,7 @@ def _settled(result: Callable[[], T]) -> T | BaseException:
 
 
 def _worth_retrying(error: BaseException) -> bool:
-    return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError | TransportError | StaleRelay)
+    return database_away(error) or isinstance(error, TransportError | StaleRelay)
 
 
 def _one_line(error: BaseException | None) -> str:

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
+import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
+import psycopg
 import tenacity
 
 T = TypeVar("T")
 
-_FIRST_PAUSE_SECONDS = 0.05
+_FIRST_PAUSE_SECONDS: Final = 0.05
+_REMIND_SECONDS: Final = 30.0
+#: SQLSTATEs (or their classes) that say something about the server, not about the statement: connection (08), resources
+#: (53), operator's intervention and shutdown (57P), system (58), and a server that has become a read-only replica.
+_AWAY: Final = ("08", "53", "57P", "58", "25006")
+
+
+def database_away(error: BaseException | None) -> bool:
+    """Whether a psycopg error, or SQLAlchemy's around one, means that PostgreSQL cannot be reached or cannot work now."""
+    error = getattr(error, "orig", None) or error
+    if not isinstance(error, psycopg.Error):
+        return False
+    if error.sqlstate is None:  # from the client's side: refused, timed out, reset
+        return isinstance(error, psycopg.OperationalError | psycopg.InterfaceError)
+    return error.sqlstate.startswith(_AWAY)
 
 
 def until_done(
@@ -26,8 +43,9 @@ def until_done(
 ) -> T | None:
     """The call's result, however often it takes; None if `stopping` was set meanwhile.
 
-    Pauses double from 0.05 seconds up to `longest_pause_seconds`, with up to a quarter of that as jitter. The 1st, the
-    10th and then every 100th failure is a warning, so that an outage does not fill the log.
+    Pauses double from 0.05 seconds up to `longest_pause_seconds`; each is shortened by up to a quarter, so that many
+    processes do not come back at the same moment. An outage is logged when it begins, about every half minute while it
+    lasts, and when it ends.
 
     Args:
         failed: called after each failure, before the pause.
@@ -37,26 +55,36 @@ def until_done(
         BaseException: what `worth_retrying` says no to.
     """
 
+    began, told, action = 0.0, 0.0, who.partition(" ")[0]
+
     def before_sleep(state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         assert error is not None
-        notable = state.attempt_number in (1, 10) or state.attempt_number % 100 == 0
+        nonlocal began, told
+        now = time.monotonic()
+        began, notable = began or now, state.attempt_number == 1 or now - told >= _REMIND_SECONDS
+        told = now if notable else told
         log.log(
             logging.WARNING if notable else logging.DEBUG,
             "%s waits, try %d: %s", who, state.attempt_number, " ".join(str(error).split()),
-            extra={"action": f"{who.partition(' ')[0]}_waits", "error": type(error).__name__},
+            extra={"action": f"{action}_waits", "error": type(error).__name__},
         )  # fmt: skip
         failed(error)
 
+    grow = tenacity.wait_exponential(multiplier=_FIRST_PAUSE_SECONDS, max=longest_pause_seconds)
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception(worth_retrying),
-        wait=tenacity.wait_exponential(multiplier=_FIRST_PAUSE_SECONDS, max=longest_pause_seconds)
-        + tenacity.wait_random(0, longest_pause_seconds / 4),
+        wait=lambda state: grow(state) * random.uniform(0.75, 1),  # noqa: S311 - no secret
         stop=tenacity.stop_when_event_set(stopping),
         sleep=tenacity.sleep_using_event(stopping),
         before_sleep=before_sleep,
     )
     try:
-        return retrying(call)
+        result = retrying(call)
     except tenacity.RetryError:
         return None
+    if began:
+        log.warning(
+            "%s goes on after %.1f s", who, time.monotonic() - began, extra={"action": f"{action}_goes_on"}
+        )  # fmt: skip
+    return result

@@ -180,6 +180,17 @@ class RelaySettings(Settings):
     check_seconds: float = Field(default=_SECOND, gt=0, le=60)
     #: Longest pause between tries while Redis or PostgreSQL fails, in seconds; pauses grow from 0.05 with jitter. Default 2.
     backoff_max_seconds: float = Field(default=2 * _SECOND, gt=0, le=60)
+    #: How long the outbox keeps events that are published and acknowledged, in seconds: for replay, reconciliation and
+    #: repair. Default 7 days. Consumers compare it with how long they remember.
+    retention_seconds: int = Field(default=7 * 86_400, ge=60, le=10 * 365 * 86_400)
+    #: How long streams keep entries that every group has acknowledged, in seconds. Default 60.
+    stream_keep_seconds: float = Field(default=60 * _SECOND, ge=0, le=365 * 86_400)
+    #: How often the groups' progress is looked at and streams are trimmed, in seconds. Default 5.
+    trim_seconds: float = Field(default=5 * _SECOND, gt=0, le=3600)
+    #: Unacknowledged entries of one stream beyond which the relay pauses it; the outbox holds the rest. Default 1,000,000.
+    max_stream_length: int = Field(default=1_000_000, ge=1)
+    #: Share of Redis' maxmemory in use beyond which the relay pauses all streams. Default 0.8.
+    max_memory_share: float = Field(default=0.8, gt=0, le=1)
     #: Positions in one partition of the outbox. Whole partitions are dropped, never rows. Default 1,000,000.
     partition_rows: int = Field(default=1_000_000, ge=1000, le=1_000_000_000)
     #: Empty partitions kept ahead of the newest position. Default 3.

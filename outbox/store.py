@@ -94,6 +94,15 @@ class StreamPart:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """A consumer group of a stream; everything of the stream up to the batch `acked` is acknowledged by it."""
+
+    stream: str
+    name: str
+    acked: int
+
+
+@dataclass(frozen=True, slots=True)
 class StreamHead:
     """The newest batch that a stream is made of."""
 
@@ -111,7 +120,10 @@ class Store:
             "batch": sql.SQL(_BATCH),
             "row": sql.SQL(_ROW),
             "in_window": sql.SQL(_IN_WINDOW),
-        } | {name: sql.Identifier(schema, name) for name in ("outbox", "outbox_batch", "outbox_stream", "outbox_epoch")}
+        } | {
+            name: sql.Identifier(schema, name)
+            for name in ("outbox", "outbox_batch", "outbox_stream", "outbox_epoch", "outbox_group")
+        }
         self._composed: dict[str, sql.Composed] = {}
 
     def _sql(self, statement: str) -> sql.Composed:
@@ -284,6 +296,45 @@ class Store:
             """)
         ).fetchall()
         return [StreamHead(*row) for row in rows]
+
+    # --- consumer groups ---
+
+    def groups(self, connection: Connection) -> list[Group]:
+        """Every declared group of every stream. Reads the whole table: a few rows a stream."""
+        rows = connection.execute(self._sql("SELECT stream, name, acked FROM {outbox_group} ORDER BY stream, name"))
+        return [Group(*row) for row in rows]
+
+    def see_groups(self, connection: Connection, groups: Sequence[Group]) -> None:
+        """Declare groups that are new, and write down how far they are; `acked` never goes back. A group that stands
+        still is written once a minute. Locks rows in order of the key; uses outbox_group_pkey."""
+        ordered = sorted(groups, key=lambda group: (group.stream, group.name))
+        connection.execute(
+            self._sql("""
+            INSERT INTO {outbox_group} AS g (stream, name, acked)
+            SELECT * FROM unnest(%s::text[], %s::text[], %s::bigint[])
+            ON CONFLICT (stream, name) DO UPDATE
+            SET acked = greatest(g.acked, excluded.acked), seen_at = clock_timestamp(),
+                acked_at = CASE WHEN excluded.acked > g.acked THEN clock_timestamp() ELSE g.acked_at END
+            WHERE excluded.acked > g.acked OR g.seen_at < clock_timestamp() - interval '1 minute'
+            """),
+            ([g.stream for g in ordered], [g.name for g in ordered], [g.acked for g in ordered]),
+        )
+
+    def drop_group(self, connection: Connection, name: str) -> list[str]:
+        """Forget a group; returns the streams that it was declared for."""
+        rows = connection.execute(self._sql("DELETE FROM {outbox_group} WHERE name = %s RETURNING stream"), (name,))
+        return sorted(stream for (stream,) in rows)
+
+    def events_between(self, connection: Connection, stream: str, after: int, last: int) -> int:
+        """How many events of the stream are in the batches (after, last]. Walks that part of outbox_stream_pkey."""
+        row = connection.execute(
+            self._sql(
+                "SELECT coalesce(sum(events), 0) FROM {outbox_stream} WHERE stream = %s AND seq > %s AND seq <= %s"
+            ),
+            (stream, after, last),
+        ).fetchone()
+        assert row is not None
+        return int(row[0])
 
     # --- epochs ---
 

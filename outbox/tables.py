@@ -104,6 +104,16 @@ def metadata(schema: str = "public") -> MetaData:
         Column("epoch", Integer, primary_key=True, autoincrement=False),
         Column("opened_at", time, nullable=False, server_default=now),
     )
+    Table(
+        "outbox_group",
+        meta,
+        Column("stream", Text, nullable=False),
+        Column("name", Text, nullable=False),
+        Column("acked", BigInteger, nullable=False, server_default=text("0")),
+        Column("acked_at", time, nullable=False, server_default=now),
+        Column("seen_at", time, nullable=False, server_default=now),
+        PrimaryKeyConstraint("stream", "name"),
+    )
     return meta
 
 

@@ -51,6 +51,22 @@ class StreamBehind:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamPaused:
+    """The relay pauses a stream, because of its length or of Redis' memory; `reason` None: it goes on."""
+
+    stream: str
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Trimmed:
+    """`entries` of a stream that every group had acknowledged were trimmed."""
+
+    stream: str
+    entries: int
+
+
+@dataclass(frozen=True, slots=True)
 class StandBy:
     """Another relay sealed batch `batch` first."""
 
@@ -75,7 +91,7 @@ class Claimed:
     missing: int
 
 
-Measurement = Sealed | Published | StreamFailed | StreamBehind | StandBy | Outcomes | Claimed
+Measurement = Sealed | Published | StreamFailed | StreamBehind | StreamPaused | Trimmed | StandBy | Outcomes | Claimed
 Observer = Callable[[Measurement], None]
 
 

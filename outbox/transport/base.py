@@ -71,6 +71,7 @@ class Part:
         marker: the marker afterwards.
         runs: the events (see `outbox.envelope.wire`).
         lanes: lanes of the topic, left beside the stream for consumers to check.
+        keep_seconds: how long the outbox keeps events, left there too.
     """
 
     stream: str
@@ -78,6 +79,13 @@ class Part:
     marker: Marker
     runs: Sequence[Run]
     lanes: int = 1
+    keep_seconds: int = 0
+
+    @property
+    def restart(self) -> bool:
+        """Whether the batch is not one that follows the expected one: batches may then be in the stream twice."""
+        before, after = self.expected, self.marker
+        return before is None or before.epoch != after.epoch or before.seq >= after.seq
 
     @property
     def events(self) -> int:
@@ -115,6 +123,43 @@ class StreamInfo:
     """What the relay left beside a stream for consumers; None: the relay has not been there."""
 
     lanes: int | None
+    keep_seconds: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """How far a group is in a stream.
+
+    Attributes:
+        pending: delivered and not acknowledged.
+        oldest_pending: id of the oldest of them.
+        acked: the last batch of which everything before and in it is acknowledged; None: cannot be told.
+        delivered: the last batch of which everything is delivered; None: cannot be told.
+        undelivered: entries not yet delivered of the batch after that one.
+    """
+
+    name: str
+    pending: int
+    oldest_pending: str | None
+    acked: int | None
+    delivered: int | None
+    undelivered: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """What is in a stream.
+
+    Attributes:
+        length: entries.
+        missing: entries that a stranger deleted or trimmed since the marker began.
+        trimmed: entries trimmed just now.
+    """
+
+    length: int
+    missing: int
+    trimmed: int
+    groups: list[GroupState]
 
 
 class Transport(Protocol):
@@ -128,6 +173,23 @@ class Transport(Protocol):
 
         The part is in the stream if, and only if, the marker returned is its own. Parts are independent of each other.
         """
+
+    def inspect(self, stream: str, *, groups: Sequence[str] = (), keep_seconds: float | None = None) -> StreamState:
+        """How far the stream's groups are. With `keep_seconds`, entries are trimmed that are older and acknowledged by
+        every group, if there is one and all of `groups` are there.
+
+        Raises:
+            StreamUnusable: it cannot be used.
+        """
+
+    def memory_share(self) -> float | None:
+        """How full the server's memory is, 0 to 1; None: it has no limit."""
+
+    def forget_consumers(self, group: str, stream: str, idle_seconds: float, names: Sequence[str] = ()) -> list[str]:
+        """Remove names from the group that have nothing pending and were idle for so long (or are among `names`)."""
+
+    def drop_group(self, group: str, stream: str) -> None:
+        """Remove a group for good, with what is pending in it."""
 
     def info(self, stream: str) -> StreamInfo:
         """What the relay left beside the stream."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outbox.errors import GroupLost, TransportError
-from outbox.transport.base import Claim, Delivery, Marker, Part, StreamInfo
+from outbox.transport.base import Claim, Delivery, GroupState, Marker, Part, StreamInfo, StreamState
 
 
 @dataclass
@@ -27,8 +27,10 @@ class _Group:
 @dataclass
 class _Stream:
     marker: Marker | None = None
-    lanes: int | None = None
+    info: StreamInfo = field(default_factory=lambda: StreamInfo(None))
+    since: int = 0
     added: int = 0
+    absent: int = 0
     entries: dict[int, dict[bytes, bytes]] = field(default_factory=dict)
     groups: dict[str, _Group] = field(default_factory=dict)
 
@@ -85,13 +87,18 @@ class MemoryTransport:
         with self._changed:
             stream = self._streams.get(part.stream)
             current = stream.marker if stream else None
-            if current == part.marker or current != part.expected:
+            if current != part.expected or (current == part.marker and not part.restart):
                 return current
             stream = self._streams.setdefault(part.stream, _Stream())
+            if part.restart:
+                stream.absent = stream.added - len(stream.entries)
+                stream.since = stream.added + 1 if part.events else stream.since
             for run in part.runs:
                 for fields in run.entries():
                     self._add(stream, fields)
-            stream.marker, stream.lanes = part.marker, part.lanes
+            stream.marker = part.marker
+            if part.events:
+                stream.info = StreamInfo(part.lanes, part.keep_seconds)
             self._changed.notify_all()
             return part.marker
 
@@ -101,10 +108,53 @@ class MemoryTransport:
         stream.entries[stream.added] = fields
         return stream.added
 
+    def inspect(self, stream: str, *, groups: Sequence[str] = (), keep_seconds: float | None = None) -> StreamState:
+        with self._changed:
+            found = self._streams.get(stream)
+            if found is None:
+                return StreamState(0, 0, 0, [])
+            states, trimmed = [], 0
+            needed = {name: min(group.pending, default=group.read_to + 1) for name, group in found.groups.items()}
+            for name, group in found.groups.items():
+                oldest = str(min(group.pending)) if group.pending else None
+                acked, _ = self._batch_before(found, needed[name])
+                delivered, undelivered = self._batch_before(found, group.read_to + 1)
+                states.append(GroupState(name, len(group.pending), oldest, acked, delivered, undelivered))
+            if keep_seconds is not None and needed and needed.keys() >= set(groups):  # entries have no times here
+                old = [number for number in found.entries if number < min(needed.values())]
+                for number in old:
+                    del found.entries[number]
+                trimmed = len(old)
+                found.absent += trimmed
+            missing = found.added - len(found.entries) - found.absent if found.since else 0
+            return StreamState(len(found.entries), missing, trimmed, states)
+
+    @staticmethod
+    def _batch_before(stream: _Stream, start: int) -> tuple[int | None, int]:
+        """The batch before that of the first entry from `start` on, and entries from there to its end."""
+        left = [number for number in stream.entries if number >= start]
+        if left and left[0] < stream.since:
+            return None, 0
+        for count, number in enumerate(left, 1):
+            if batch := stream.entries[number].get(b"batch"):
+                return int(batch) - 1, count
+        return stream.marker.seq if stream.marker else 0, len(left)
+
+    def memory_share(self) -> float | None:
+        return None
+
+    def forget_consumers(self, group: str, stream: str, idle_seconds: float, names: Sequence[str] = ()) -> list[str]:
+        return []  # names leave nothing behind here
+
+    def drop_group(self, group: str, stream: str) -> None:
+        with self._changed:
+            if stream in self._streams:
+                self._streams[stream].groups.pop(group, None)
+
     def info(self, stream: str) -> StreamInfo:
         with self._changed:
             found = self._streams.get(stream)
-            return StreamInfo(found.lanes if found else None)
+            return found.info if found else StreamInfo(None)
 
     # --- the consumer's side ---
 

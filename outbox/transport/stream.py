@@ -1,8 +1,8 @@
-"""Redis and Valkey streams as a transport. All commands of this kind are here; the one script is ``publish.lua``.
+"""Redis and Valkey streams as a transport. All commands of this kind are here and in the scripts beside it.
 
 Invariants:
 * A stream ``{topic}`` or ``{topic:3}`` and its marker ``{topic}:relay`` share a hash slot, whatever the topic's name.
-* Entries are only ever added, by the script, together with the marker. Nothing is trimmed here.
+* Entries are only ever added by publish.lua, together with the marker, and trimmed by inspect.lua.
 * A group is made at 0, so that what was published before it is delivered to it.
 * Replies are taken as bytes, in both protocols, whatever the client decodes.
 """
@@ -26,11 +26,11 @@ from redis.retry import Retry
 
 from outbox.envelope import Run
 from outbox.errors import GroupLost, StreamUnusable, TransportError, TransportUnavailable
-from outbox.transport.base import Claim, Delivery, Marker, Part, StreamInfo
+from outbox.transport.base import Claim, Delivery, GroupState, Marker, Part, StreamInfo, StreamState
 
 T = TypeVar("T")
 
-_PUBLISH = (files("outbox.transport") / "publish.lua").read_text()
+_SCRIPTS = {name: (files("outbox.transport") / f"{name}.lua").read_text() for name in ("publish", "inspect", "forget")}
 #: Hand-back: so long idle that anyone's claim finds it at once.
 _LONG_IDLE_MS = 3_600_000
 
@@ -47,7 +47,7 @@ class StreamTransport:
     def __init__(self, client: redis.Redis, prefix: str = "") -> None:
         self._client = client
         self._prefix = prefix
-        self._sha: str | None = None
+        self._shas: dict[str, str] = {}
 
     @classmethod
     def from_url(
@@ -69,38 +69,67 @@ class StreamTransport:
     # --- the relay's side ---
 
     def markers(self, streams: Sequence[str]) -> dict[str, Marker | TransportError | None]:
-        found = self._script([(stream, ("", "")) for stream in streams])
-        return dict(zip(streams, found, strict=True))
+        return dict(zip(streams, self._publish([(stream, ("", "")) for stream in streams]), strict=True))
 
     def publish(self, parts: Sequence[Part]) -> list[Marker | TransportError | None]:
-        return self._script([
-            (part.stream, (part.expected or "", part.marker, part.lanes, _packed(part.runs)))
+        return self._publish([
+            (part.stream, (part.expected or "", part.marker, part.lanes, _packed(part.runs), part.keep_seconds,
+                           int(part.restart)))
             for part in parts
         ])  # fmt: skip
 
-    def _script(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Marker | TransportError | None]:
-        """Run the script for each stream, in one round trip; loads it again when the server has forgotten it."""
-        for attempt in (1, 2):
-            replies = self._pipeline([
-                (b"EVALSHA", self._load(), 2, self._key(stream), f"{self._key(stream)}:relay", *map(_argument, args))
-                for stream, args in calls
-            ])  # fmt: skip
-            if attempt == 1 and any(isinstance(reply, NoScriptError) for reply in replies):
-                self._sha = None
-                continue
-            break
+    def _publish(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Marker | TransportError | None]:
+        replies = self._script("publish", calls)
         return [
             _translated(reply) if isinstance(reply, RedisError) else Marker.parse(reply.decode()) for reply in replies
         ]
 
-    def _load(self) -> str:
-        if self._sha is None:
-            self._sha = self._command(b"SCRIPT", b"LOAD", _PUBLISH).decode()
-        return self._sha
+    def inspect(self, stream: str, *, groups: Sequence[str] = (), keep_seconds: float | None = None) -> StreamState:
+        arguments = ("" if keep_seconds is None else round(keep_seconds * 1000), *groups)
+        (reply,) = self._script("inspect", [(stream, arguments)])
+        if isinstance(reply, RedisError):
+            raise _translated(reply)
+        length, missing, trimmed, newest, found = reply
+        return StreamState(length, missing, trimmed, [_group_state(newest, *group) for group in found])
+
+    def memory_share(self) -> float | None:
+        try:
+            info = _translating(lambda: self._client.info("memory"))
+        except StreamUnusable:  # not allowed to look
+            return None
+        limit = int(info.get("maxmemory", 0))
+        return int(info["used_memory"]) / limit if limit else None
+
+    def forget_consumers(self, group: str, stream: str, idle_seconds: float, names: Sequence[str] = ()) -> list[str]:
+        (reply,) = self._script("forget", [(stream, (group, round(idle_seconds * 1000), *names))])
+        if isinstance(reply, RedisError):
+            raise _translated(reply)
+        return [name.decode() for name in reply]
+
+    def drop_group(self, group: str, stream: str) -> None:
+        _settle(self._pipeline([(b"XGROUP", b"DESTROY", self._key(stream), group)]))
+
+    def _script(self, name: str, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        """Run a script for each stream, in one round trip; loads it again when the server has forgotten it."""
+        for attempt in (1, 2):
+            replies = self._pipeline([
+                (b"EVALSHA", self._load(name), 2, self._key(stream), f"{self._key(stream)}:relay", *map(_argument, args))
+                for stream, args in calls
+            ])  # fmt: skip
+            if attempt == 1 and any(isinstance(reply, NoScriptError) for reply in replies):
+                self._shas.clear()
+                continue
+            break
+        return replies
+
+    def _load(self, name: str) -> str:
+        if name not in self._shas:
+            self._shas[name] = self._command(b"SCRIPT", b"LOAD", _SCRIPTS[name]).decode()
+        return self._shas[name]
 
     def info(self, stream: str) -> StreamInfo:
-        lanes = self._command(b"HGET", f"{self._key(stream)}:relay", "lanes")
-        return StreamInfo(int(lanes) if lanes is not None and lanes.isdigit() else None)
+        found = self._command(b"HMGET", f"{self._key(stream)}:relay", "lanes", "keep")
+        return StreamInfo(*(int(value) if value is not None and value.isdigit() else None for value in found))
 
     # --- the consumer's side ---
 
@@ -205,6 +234,15 @@ def _packed(runs: Sequence[Run]) -> bytes:
         (run.names, [msgspec.Raw(b"\xdb%b%b" % (len(data).to_bytes(4), data)) for data in run.columns[0]], *run.columns[1:])
         for run in runs
     ])  # fmt: skip
+
+
+def _group_state(
+    newest: int, name: bytes, pending: int, oldest: bytes, needed: int, undelivered: int, in_it: int
+) -> GroupState:
+    def before(batch: int) -> int | None:
+        return None if batch < 0 else batch - 1 if batch else newest
+
+    return GroupState(name.decode(), pending, oldest.decode() or None, before(needed), before(undelivered), in_it)
 
 
 def _settle(replies: Iterable[Any]) -> None:

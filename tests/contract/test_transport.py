@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,10 +16,10 @@ import pytest
 import redis
 
 from outbox.embedded import ValkeyServer, redis_servers
-from outbox.envelope import Run
+from outbox.envelope import Run, wire
 from outbox.errors import GroupLost, StreamUnusable, TransportError, TransportUnavailable
 from outbox.transport import Claim, Delivery, Marker, MemoryTransport, Part, StreamTransport, Transport
-from outbox.transport.base import stream_of, streams_of, topic_of
+from outbox.transport.base import GroupState, StreamInfo, StreamState, stream_of, streams_of, topic_of
 from tests.waiting import eventually
 
 GROUP = "wallet"
@@ -705,3 +706,139 @@ def test_a_malformed_marker_is_none(text: str) -> None:
 
 def test_a_marker_is_read_as_it_is_written() -> None:
     assert Marker.parse(str(Marker(3, 12, "x:y"))) == Marker(3, 12, "x:y")
+
+
+# --- groups and trimming -------------------------------------------------------------------------------------------------
+
+
+def batch(seq: int, expected: Marker | None = None, events: int = 2, stream: str = "a") -> Part:
+    """A batch as the relay publishes it: its last entry says so."""
+    run = wire([(b"1", f"{seq}.{n}", "t", None, None, None, None, None, None) for n in range(events)], seq)
+    return Part(stream, expected, marker(seq), run, 1, 3600)
+
+
+def publish_batches(there: Any, *seqs: int, stream: str = "a") -> None:
+    before = None
+    for seq in seqs:
+        assert there.transport.publish([batch(seq, before, stream=stream)]) == [marker(seq)]
+        before = marker(seq)
+
+
+def group_of(state: StreamState, name: str = GROUP) -> GroupState:
+    (found,) = (group for group in state.groups if group.name == name)
+    return found
+
+
+def trim(there: Any, *groups: str) -> int:
+    """Trim what can be trimmed, once the entries are older than this millisecond; returns what is left."""
+    time.sleep(0.002)  # ids are milliseconds, and only what is older is trimmed
+    state = there.transport.inspect("a", groups=groups, keep_seconds=0)
+    assert state.length == len(there.entries("a"))
+    assert state.missing == 0
+    return int(state.length)
+
+
+def test_a_stream_that_is_not_there_has_no_state(there: Any) -> None:
+    assert there.transport.inspect("a", keep_seconds=0) == StreamState(0, 0, 0, [])
+
+
+def test_how_far_a_group_is(there: Any) -> None:
+    publish_batches(there, 3, 5, 9)
+    there.transport.open(GROUP, ["a"])
+    assert group_of(there.transport.inspect("a")) == GroupState(GROUP, 0, None, 2, 2, 2)
+    first, second, third = there.transport.read(GROUP, "one", ["a"], 3, 0)
+    assert group_of(there.transport.inspect("a")) == GroupState(GROUP, 3, first.receipt, 2, 4, 1)
+    there.transport.ack(GROUP, [first, third])
+    assert group_of(there.transport.inspect("a")) == GroupState(GROUP, 1, second.receipt, 2, 4, 1)
+    there.transport.ack(GROUP, [second])
+    assert group_of(there.transport.inspect("a")) == GroupState(GROUP, 0, None, 4, 4, 1)
+    there.transport.ack(GROUP, there.transport.read(GROUP, "one", ["a"], 10, 0))
+    assert group_of(there.transport.inspect("a")) == GroupState(GROUP, 0, None, 9, 9, 0)
+    assert there.transport.info("a") == StreamInfo(1, 3600)
+
+
+def test_o_26_only_what_every_group_has_acknowledged_is_trimmed(there: Any) -> None:
+    publish_batches(there, 1, 2, 3)
+    assert trim(there) == 6, "without a group nothing is"
+    there.transport.open(GROUP, ["a"])
+    there.transport.open("slow", ["a"])
+    there.transport.ack(GROUP, there.transport.read(GROUP, "one", ["a"], 10, 0))
+    assert trim(there) == 6
+    first, *rest = there.transport.read("slow", "one", ["a"], 4, 0)
+    there.transport.ack("slow", rest)
+    assert trim(there) == 6, "the first is still pending"
+    there.transport.ack("slow", [first])
+    assert trim(there, "slow", "lost") == 6, "a group that was declared is not there"
+    assert trim(there, "slow") <= 3
+    assert [d.fields[b"id"] for d in there.transport.read("slow", "one", ["a"], 10, 0)] == [b"3.0", b"3.1"]
+    assert group_of(there.transport.inspect("a")).acked == 3
+    assert there.transport.markers(["a"]) == {"a": marker(3)}
+
+
+def test_o_26_what_is_younger_than_the_margin_stays(there: Any) -> None:
+    if isinstance(there, Memory):
+        pytest.skip("entries in memory have no times")
+    publish_batches(there, 1)
+    there.transport.open(GROUP, ["a"])
+    there.transport.ack(GROUP, there.transport.read(GROUP, "one", ["a"], 10, 0))
+    assert there.transport.inspect("a", keep_seconds=60).length == 2
+    assert there.transport.inspect("a", keep_seconds=10**9).length == 2
+
+
+def test_what_strangers_delete_is_missing_until_the_marker_is_restarted(there: Any) -> None:
+    publish_batches(there, 1, 2)
+    there.transport.open(GROUP, ["a"])
+    deliveries = there.transport.read(GROUP, "one", ["a"], 3, 0)
+    there.transport.ack(GROUP, deliveries)
+    trim(there)
+    (fourth,) = there.transport.read(GROUP, "one", ["a"], 1, 0)
+    there.delete("a", fourth.receipt)
+    assert there.transport.publish([batch(3, marker(2))]) == [marker(3)]
+    assert there.transport.inspect("a").missing == 1
+    assert there.transport.publish([Part("a", marker(3), marker(3), [])]) == [marker(3)]
+    assert there.transport.inspect("a").missing == 0
+    assert there.transport.info("a") == StreamInfo(1, 3600)
+
+
+def test_batches_published_again_are_not_taken_for_progress(there: Any) -> None:
+    publish_batches(there, 1, 2, 3)
+    there.transport.open(GROUP, ["a"])
+    assert there.transport.publish([batch(2, marker(3))]) == [marker(2)]
+    assert there.transport.publish([batch(3, marker(2))]) == [marker(3)]
+    there.transport.ack(GROUP, there.transport.read(GROUP, "one", ["a"], 5, 0))
+    assert group_of(there.transport.inspect("a")) == GroupState(GROUP, 0, None, None, None, 0)
+    there.transport.ack(GROUP, there.transport.read(GROUP, "one", ["a"], 2, 0))
+    assert group_of(there.transport.inspect("a")) == GroupState(GROUP, 0, None, 1, 1, 1)
+    there.transport.ack(GROUP, there.transport.read(GROUP, "one", ["a"], 10, 0))
+    assert group_of(there.transport.inspect("a")).acked == 3
+
+
+def test_o_25_names_with_pending_deliveries_are_never_removed(server: Server) -> None:
+    there = server.transport
+    publish_batches(server, 1, 2)
+    there.open(GROUP, ["a"])
+    (held,) = there.read(GROUP, "busy", ["a"], 1, 0)
+    there.ack(GROUP, there.read(GROUP, "idle", ["a"], 10, 0))
+    assert there.forget_consumers(GROUP, "a", 3600) == []
+    assert there.forget_consumers(GROUP, "a", 3600, ["busy", "idle"]) == ["idle"]
+    there.ack(GROUP, [held])
+    assert eventually(lambda: there.forget_consumers(GROUP, "a", 0.01)) == ["busy"]
+    with pytest.raises(GroupLost):
+        there.forget_consumers("other", "a", 0)
+
+
+def test_a_group_that_is_dropped_is_gone(there: Any) -> None:
+    publish_batches(there, 1)
+    there.transport.open(GROUP, ["a"])
+    there.transport.drop_group(GROUP, "a")
+    there.transport.drop_group(GROUP, "nowhere")
+    assert there.transport.inspect("a").groups == []
+
+
+def test_how_full_the_memory_is(server: Server) -> None:
+    assert server.transport.memory_share() is None
+    server.raw.config_set("maxmemory", 10 << 30)
+    try:
+        assert 0 < (server.transport.memory_share() or 0) < 0.5
+    finally:
+        server.raw.config_set("maxmemory", 0)

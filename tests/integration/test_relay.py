@@ -511,7 +511,8 @@ def test_a_relay_that_may_not_make_partitions_publishes_all_the_same(
     try:
         bench.db.execute(f"""
             GRANT SELECT ON public.outbox, public.outbox_default, public.outbox_epoch, public.outbox_schema_version TO {role};
-            GRANT SELECT, INSERT ON public.outbox_batch, public.outbox_stream TO {role}
+            GRANT SELECT, INSERT ON public.outbox_batch, public.outbox_stream TO {role};
+            GRANT SELECT, INSERT, UPDATE ON public.outbox_group TO {role}
         """)
         bench.write(5)
         parts = urlsplit(bench.database_url)

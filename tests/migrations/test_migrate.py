@@ -96,7 +96,8 @@ def shape(url: str, name: str) -> list[Any]:
 
 
 OUTBOX = {
-    "outbox", "outbox_default", "outbox_batch", "outbox_stream", "outbox_epoch", "outbox_events", "outbox_schema_version",
+    "outbox", "outbox_default", "outbox_batch", "outbox_stream", "outbox_epoch", "outbox_events", "outbox_group",
+    "outbox_schema_version",
 }  # fmt: skip
 
 

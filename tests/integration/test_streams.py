@@ -1,0 +1,208 @@
+"""What the relay does about the streams' groups: trimming, back-pressure, and repair no larger than needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from outbox.embedded import ValkeyServer
+from outbox.relay import Counts
+from outbox.telemetry import Measurement, StreamPaused, Trimmed
+from outbox.transport import StreamTransport
+from tests.faults.chaos import TOPIC, Bench, drain
+from tests.waiting import eventually
+
+GROUP = "wallet"
+
+
+@pytest.fixture
+def bench(database_url: str, redis_url: str, prefix: str) -> Iterator[Bench]:
+    with Bench(database_url, redis_url, prefix) as made:
+        yield made
+
+
+class Group:
+    """A consumer group that reads and acknowledges as it is told."""
+
+    def __init__(self, bench: Bench, name: str = GROUP) -> None:
+        self.name, self.transport = name, bench.transport()
+        self.transport.open(name, [TOPIC])
+
+    def take(self, count: int = 1000) -> list[str]:
+        """Read and acknowledge; returns the ids."""
+        found = self.transport.read(self.name, "one", [TOPIC], count, 0.01)
+        self.transport.ack(self.name, found)
+        return [delivery.fields[b"id"].decode() for delivery in found]
+
+
+def acked(bench: Bench, name: str = GROUP) -> int | None:
+    found: int | None = bench.one("SELECT acked FROM public.outbox_group WHERE name = %s", name)
+    return found
+
+
+def looked(bench: Bench, **options: object) -> Callable[[], Counts]:
+    """A relay that looks after its streams in every round."""
+    relay = bench.relay(trim_seconds=0.001, check_seconds=0.001, **options)
+
+    def round_of_it() -> Counts:
+        time.sleep(0.002)  # the two looks are due
+        return drain(relay)
+
+    return round_of_it
+
+
+def test_what_a_group_has_acknowledged_is_written_down(bench: Bench) -> None:
+    relay, group = looked(bench, batch_rows=2), Group(bench)
+    bench.write(6)
+    relay(), relay()
+    assert acked(bench) == 0
+    group.take(3)
+    relay()
+    assert acked(bench) == 1
+    group.take()
+    relay()
+    assert acked(bench) == 3
+
+
+def test_a_stream_that_was_lost_is_published_again_from_the_slowest_group_on(bench: Bench) -> None:
+    relay, group, slow = looked(bench, batch_rows=2), Group(bench), Group(bench, "slow")
+    ids = bench.write(10)
+    relay()
+    assert (group.take(), slow.take(5)) == (ids, ids[:5])
+    relay()
+    assert (acked(bench), acked(bench, "slow")) == (5, 2)
+    bench.redis.delete(bench.key(), f"{bench.key()}:relay")
+    assert relay() == Counts(repaired=6)
+    assert bench.ids() == ids[4:]
+    assert (acked(bench), acked(bench, "slow")) == (5, 2), "what was acknowledged stays so"
+    assert relay() == Counts()
+
+
+def test_a_stream_that_nobody_needs_any_more_is_not_published_again(bench: Bench) -> None:
+    relay, group = looked(bench), Group(bench)
+    bench.write(5)
+    relay()
+    group.take()
+    relay()
+    bench.redis.delete(bench.key(), f"{bench.key()}:relay")
+    assert relay() == Counts()
+    assert bench.length() == 0
+    (new,) = bench.write(1)
+    assert relay().published == 1
+    assert bench.ids() == [new]
+    assert relay() == Counts()
+
+
+def test_a_new_relay_knows_the_groups_of_the_last_one(bench: Bench) -> None:
+    relay, group = looked(bench, batch_rows=2), Group(bench)
+    ids = bench.write(6)
+    relay()
+    group.take(4)
+    relay()
+    bench.redis.delete(bench.key(), f"{bench.key()}:relay")
+    assert drain(bench.relay()).repaired == 2
+    assert bench.ids() == ids[4:]
+
+
+def test_o_26_streams_are_trimmed_of_what_all_groups_have_acknowledged(bench: Bench) -> None:
+    seen: list[Measurement] = []
+    relay = looked(bench, batch_rows=5, stream_keep_seconds=0, observer=seen.append)
+    group, slow = Group(bench), Group(bench, "slow")
+    ids = bench.write(100)
+    relay()
+    group.take()
+    slow.take(40)
+    relay()
+    assert bench.ids()[-60:] == ids[40:]
+    assert bench.length() <= 61
+    assert sum(m.entries for m in seen if isinstance(m, Trimmed)) == 100 - bench.length()
+    slow.take()
+    relay()
+    assert bench.length() <= 1
+    assert bench.redis.xinfo_stream(bench.key())["entries-added"] == 100
+    assert relay() == Counts(), "our own trimming is not taken for a loss"
+
+
+def test_o_26_a_group_that_redis_forgot_keeps_its_entries_untrimmed(bench: Bench) -> None:
+    relay, group, lost = looked(bench, stream_keep_seconds=0), Group(bench), Group(bench, "lost")
+    ids = bench.write(10)
+    relay()
+    group.take()
+    bench.redis.xgroup_destroy(bench.key(), lost.name)
+    relay()
+    assert bench.ids() == ids
+
+
+@pytest.mark.parametrize("how", ["XDEL", "XTRIM"])
+def test_entries_that_a_stranger_deletes_before_they_are_delivered_come_again(bench: Bench, how: str) -> None:
+    relay, group = looked(bench, batch_rows=2), Group(bench)
+    ids = bench.write(10)
+    relay()
+    assert group.take(4) == ids[:4]
+    relay()
+    if how == "XDEL":
+        bench.redis.xdel(bench.key(), *[entry for entry, _ in bench.redis.xrange(bench.key())][4:7])
+    else:
+        bench.redis.xtrim(bench.key(), maxlen=2, approximate=False)
+    assert relay() == Counts(repaired=6)
+    assert set(group.take()) == set(ids[4:])
+    relay()
+    assert acked(bench) == 5
+    assert relay() == Counts(), "repaired once"
+
+
+def test_deleting_what_everybody_has_acknowledged_publishes_nothing(bench: Bench) -> None:
+    relay, group = looked(bench), Group(bench)
+    bench.write(5)
+    relay()
+    group.take()
+    relay()
+    bench.redis.xtrim(bench.key(), maxlen=0, approximate=False)
+    assert relay() == Counts()
+    (new,) = bench.write(1)
+    relay()
+    assert group.take() == [new]
+    relay()
+    assert acked(bench) == 2
+
+
+def test_o_41_a_long_stream_is_paused_and_goes_on_by_itself(bench: Bench) -> None:
+    seen: list[Measurement] = []
+    relay = looked(bench, batch_rows=10, max_stream_length=50, observer=seen.append)
+    group = Group(bench)
+    ids = bench.write(200)
+    bench.write(3, topic="other")
+    relay()
+    assert 50 < bench.length() <= 60
+    assert bench.length("other") == 3, "the others are not held up"
+    assert bench.one("SELECT sum(events) FROM public.outbox_batch") == 203
+    assert [(m.stream, m.reason) for m in seen if isinstance(m, StreamPaused)] == [(TOPIC, "length")]
+    assert relay().behind == 1
+    took: list[str] = []
+    eventually(lambda: (took.extend(group.take(30)), relay(), len(took) >= 200)[2])
+    assert took == ids
+    assert [m.reason for m in seen if isinstance(m, StreamPaused)][-1] is None
+    assert relay() == Counts()
+
+
+def test_o_53_full_memory_pauses_everything_and_frees_itself(
+    database_url: str, own_valkey: Callable[..., ValkeyServer]
+) -> None:
+    server = own_valkey(settings={"maxmemory": "30mb", "maxmemory-policy": "noeviction"})
+    with Bench(database_url, server.url) as bench:
+        seen: list[Measurement] = []
+        relay = looked(bench, batch_rows=100, max_memory_share=0.5, stream_keep_seconds=0, observer=seen.append)
+        group = Group(bench)
+        ids = [event_id for _ in range(60) for event_id in bench.write(100, payload={"x": "x" * 3000})]
+        relay()
+        share = StreamTransport.from_url(server.url).memory_share()
+        assert share is not None
+        assert share < 0.8
+        assert bench.length() < len(ids)
+        assert StreamPaused(TOPIC, "memory") in seen
+        took: list[str] = []
+        eventually(lambda: (took.extend(group.take(500)), relay(), len(took) >= len(ids))[2], 30)
+        assert took == ids
+        assert relay() == Counts()
