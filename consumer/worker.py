@@ -10,7 +10,6 @@ import logging
 import os
 import secrets
 import socket
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -25,7 +24,7 @@ from consumer.process import DatabaseUnavailable, Outcome, Processor
 from consumer.settings import ConsumerSettings
 from outbox import schema as schemas
 from outbox.errors import GroupLost, SettingsError, StreamUnusable, TransportError
-from outbox.retry import until_done
+from outbox.retry import Stop, until_done
 from outbox.telemetry import Claimed, Observer, Outcomes, guarded
 from outbox.transport import Delivery, StreamTransport, Transport
 from outbox.transport.base import streams_of
@@ -82,7 +81,7 @@ class Worker:
         self._recovery = Recovery(
             self._transport, consumer.name, self._name, settings.claim_seconds, settings.batch_size
         )
-        self._stopping = threading.Event()
+        self._stopping = Stop()
         self._usable: list[str] | None = None  # None: the groups are to be made
         self._at_hand: list[Delivery] = []
         self._unacknowledged: list[Delivery] = []

@@ -15,7 +15,6 @@ Any number of relays may run. Sealing decides: the one that loses a number stand
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ import psycopg
 from outbox import schema as schemas
 from outbox.envelope import Run, wire
 from outbox.errors import AlreadySealed, StaleRelay, TransportError, TransportUnavailable
-from outbox.retry import database_away, until_done
+from outbox.retry import Stop, database_away, until_done
 from outbox.settings import RelaySettings
 from outbox.store import BEGINNING, KEY, POSITION, TOPIC, Batch, Connection, Group, Row, Store, StreamPart, Window
 from outbox.telemetry import (
@@ -50,6 +49,8 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _PARTITION_SECONDS = 5.0
+#: Longest turn of a stream that is brought up to date, and shortest of sealing and publishing what is new beside it.
+_CATCH_UP_SECONDS = 0.25
 #: Memory goes on being full until so much less of it is used.
 _RESUME_BELOW = 0.05
 _PAUSED = {
@@ -123,7 +124,7 @@ class Relay:
         )
         self._observe = guarded(observer)
         self._store = Store(settings.schema_name)
-        self._stopping = threading.Event()
+        self._stopping = Stop()
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="outbox-seal")
         self._connection: Connection | None = None
         self._epoch = 1
@@ -135,6 +136,7 @@ class Relay:
         self._partitions_due = 0.0
         self._groups_due = 0.0
         self._memory_full = False
+        self._bytes = 0  # published since the memory was looked at
 
     # --- running ---
 
@@ -161,7 +163,7 @@ class Relay:
                 self._beat()
                 if counts.standing_by:
                     pause = self._settings.check_seconds
-                elif counts.sealed:
+                elif counts.sealed or counts.repaired:
                     pause = self._settings.poll_min_seconds
                 else:
                     pause = min(max(pause, self._settings.poll_min_seconds) * 1.5, self._settings.poll_max_seconds)
@@ -181,7 +183,6 @@ class Relay:
 
     def _failed(self, _error: BaseException) -> None:
         self._disconnect()
-        self._beat()
 
     def _beat(self) -> None:
         if self._settings.heartbeat_file:
@@ -222,12 +223,12 @@ class Relay:
     def _drain(self, counts: Counts) -> None:
         """Seal and publish until nothing is new or a look at the streams is due; the next batch is read and sealed while
         one is published."""
+        until = max(min(self._check_due, self._groups_due), time.monotonic() + _CATCH_UP_SECONDS)
         sealed = self._seal_next()
         while sealed is not None:
             counts.sealed += sealed.batch.events
             self._beat()
-            due = time.monotonic() >= min(self._check_due, self._groups_due)
-            last = self._stopping.is_set() or due
+            last = self._stopping.is_set() or time.monotonic() >= until
             ahead = None if last else self._ahead.submit(self._seal_next)
             try:
                 self._publish(sealed, counts)
@@ -327,9 +328,11 @@ class Relay:
             if answer == part.marker:
                 stream.marker = answer
                 stream.length += part.events
+                self._count_bytes(part)
                 self._pause_if_long(part.stream, stream)
                 counts.published += part.events
                 self._observe(Published(part.stream, batch.seq, part.events, False, time.monotonic() - started))
+                _log.debug("batch %d published: %d events to %s", batch.seq, part.events, part.stream)
                 continue
             stream.current = False
             self._check_due = 0.0
@@ -344,7 +347,7 @@ class Relay:
         """Look at every stream's marker, and mend what is behind."""
         if not self._streams:
             return
-        markers = self._transport.markers(list(self._streams))
+        markers, until = self._transport.markers(list(self._streams)), time.monotonic() + _CATCH_UP_SECONDS
         for name, found in markers.items():
             stream = self._streams[name]
             if isinstance(found, TransportError):
@@ -352,19 +355,21 @@ class Relay:
                 self._blame(name, found)
                 if isinstance(found, TransportUnavailable):
                     raise found
-            elif stream.paused:
-                stream.current, stream.marker = False, found
-            elif found is None and 0 < stream.seq <= stream.needed:
-                stream.current, stream.marker = True, None  # it lost nothing that anybody needs
-            elif found is None or (found.seq, found.token) != (stream.seq, stream.token):
+                continue
+            current = found is not None and (found.seq, found.token) == (stream.seq, stream.token)
+            if found is None and 0 < stream.seq <= stream.needed:
+                current = True  # it lost nothing that anybody needs
+            stream.current = current and not stream.paused
+            stream.marker = found if current or stream.paused else stream.marker
+            behind = not current or (found is not None and found.epoch != self._epoch)
+            if stream.paused or not behind:
+                continue
+            if time.monotonic() >= until or self._stopping.is_set():
                 stream.current = False
-                self._catch_up(name, stream, found, counts)
-            else:
-                stream.current, stream.marker = True, found
-                if found.epoch != self._epoch:
-                    self._catch_up(name, stream, found, counts)
-            if self._stopping.is_set():
-                return
+                self._check_due = 0.0
+                continue
+            self._streams[name] = self._streams.pop(name)  # next time it is the others' turn first
+            self._catch_up(name, stream, found, counts)
 
     def _catch_up(
         self, name: str, stream: _Stream, found: Marker | None, counts: Counts, after: int | None = None
@@ -386,7 +391,8 @@ class Relay:
                 rows = self._store.read_again(connection, batch, topic_of(name))
                 rows = _by_stream(rows, {topic_of(name): share.lanes}).get(name, [])
                 marker = Marker(self._epoch, batch.seq, batch.token)
-                (answer,) = self._transport.publish([self._part(share, found, marker, wire(rows, batch.seq))])
+                part = self._part(share, found, marker, wire(rows, batch.seq))
+                (answer,) = self._transport.publish([part])
                 self._beat()
                 if isinstance(answer, TransportError):
                     stream.current = False
@@ -401,9 +407,15 @@ class Relay:
                 found, after = marker, batch.seq
                 repaired += len(rows)
                 stream.length += len(rows)
+                self._count_bytes(part)
+                if len(rows) != share.events:
+                    self._lost_rows(name, batch.seq, share.events - len(rows))
                 self._observe(Published(name, batch.seq, len(rows), True, time.monotonic() - started))
                 self._pause_if_long(name, stream)
-                if self._stopping.is_set() or stream.paused:
+                late = time.monotonic() - started >= _CATCH_UP_SECONDS
+                if late or stream.paused or self._stopping.is_set():
+                    # The others have their turn now; what is left of this one follows in the next round.
+                    self._check_due = 0.0
                     counts.repaired += repaired
                     return
         counts.repaired += repaired
@@ -507,7 +519,13 @@ class Relay:
         if stream.current and stream.marker is not None:  # also where nothing was to be published: count anew from here
             self._transport.publish([Part(name, stream.marker, stream.marker, [])])
 
+    def _count_bytes(self, part: Part) -> None:
+        self._bytes += sum(len(data) for run in part.runs for data in run.columns[0])
+        if self._bytes > self._settings.batch_bytes:
+            self._check_memory()
+
     def _check_memory(self) -> None:
+        self._bytes = 0
         share = self._transport.memory_share()
         limit = self._settings.max_memory_share - (_RESUME_BELOW if self._memory_full else 0)
         self._memory_full = share is not None and share > limit
@@ -545,6 +563,12 @@ class Relay:
             self._check_due = 0.0
             _log.info("stream %s goes on", name, extra={"action": "stream_resumed", "stream": name})
         self._observe(StreamPaused(name, reason))
+
+    def _lost_rows(self, name: str, seq: int, rows: int) -> None:
+        _log.error(
+            "batch %d of stream %s lacks %d events that were sealed: somebody deletes rows of the outbox",
+            seq, name, rows, extra={"action": "rows_missing", "stream": name, "batch": seq, "rows": rows},
+        )  # fmt: skip
 
     def _blame(self, name: str, error: TransportError) -> None:
         _log.warning(

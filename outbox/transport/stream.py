@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _SCRIPTS = {name: (files("outbox.transport") / f"{name}.lua").read_text() for name in ("publish", "inspect", "forget")}
 #: Hand-back: so long idle that anyone's claim finds it at once.
-_LONG_IDLE_MS = 3_600_000
+_LONG_IDLE_MS = 30 * 86_400_000
 
 
 class StreamTransport:
@@ -280,7 +280,7 @@ _STREAM_CODES = frozenset({"WRONGTYPE", "NOPERM", "CROSSSLOT", "ERR"})
 
 def _translated(error: RedisError) -> TransportError:
     """Our error for redis-py's, by the class or the code that the server's reply starts with."""
-    if isinstance(error, RedisConnectionError | RedisTimeoutError | OSError):
+    if isinstance(error, RedisConnectionError | RedisTimeoutError):
         return _caused(TransportUnavailable(f"Redis: {error}", type(error).__name__), error)
     code = getattr(error, "status_code", None) or _CODES.get(type(error).__name__) or str(error).partition(" ")[0]
     if code in ("NOGROUP", "UNBLOCKED"):
