@@ -246,6 +246,8 @@ class Relay:
             self._make_partitions(connection)
         if self._loaded:
             return
+        if self._store.is_foreign(connection):
+            self._rebase(connection)
         self._epoch = self._store.epoch(connection)
         newest = self._store.newest(connection)
         self._seq = newest.seq if newest else 0
@@ -275,19 +277,31 @@ class Relay:
                 extra={"action": "partitions_denied"},
             )
 
+    def _rebase(self, connection: Connection) -> None:
+        events = self._store.rebase(connection)
+        _log.error(
+            "this database was restored into another cluster, whose transaction ids are smaller: all %d events of the "
+            "outbox are published again in a new epoch; consumers recognise what they have done",
+            events, extra={"action": "rebased", "events": events},
+        )  # fmt: skip
+
     # --- sealing ---
 
     def _seal_next(self) -> _Sealed | None:
         """Read the next page of the outbox and seal it; None if nothing is new."""
         connection, settings = self._connect(), self._settings
-        window = self._window if self._window.open else self._store.advance(connection, self._window)
-        self._window = window
-        if not window.open:
-            return None
-        rows, done = self._store.page(connection, window, settings.batch_rows, settings.batch_bytes)
+        if self._window.open:
+            rows, done = self._store.page(connection, self._window, settings.batch_rows, settings.batch_bytes)
+            if not rows:  # the batch before happened to end with the window
+                self._window = replace(self._window, prev=self._window.snap, open=False)
+        if not self._window.open:
+            self._window = self._store.advance(connection, self._window)
+            if not self._window.open:
+                return None
+            rows, done = self._store.page(connection, self._window, settings.batch_rows, settings.batch_bytes)
         if not rows:
-            self._window = replace(window, prev=window.snap, open=False)
             return None
+        window = self._window
         streams = _by_stream(rows, settings.lanes)
         parts = [StreamPart(name, settings.lanes.get(topic_of(name), 1), len(some)) for name, some in streams.items()]
         batch = Batch(

@@ -350,6 +350,48 @@ class Store:
             self._sql("INSERT INTO {outbox_epoch} (epoch) VALUES (%s) ON CONFLICT (epoch) DO NOTHING"), (epoch,)
         )
 
+    # --- another cluster ---
+
+    def is_foreign(self, connection: Connection) -> bool:
+        """Whether the tables come from another cluster (a dump restored, a logical copy): they name transactions that this
+        cluster has not had yet. Uses outbox_xid and outbox_batch_pkey."""
+        row = connection.execute(
+            self._sql("""
+            SELECT EXISTS (SELECT FROM {outbox} WHERE xid >= pg_snapshot_xmax(pg_current_snapshot()))
+                OR coalesce((SELECT pg_snapshot_xmax(snap) > pg_snapshot_xmax(pg_current_snapshot())
+                             FROM {outbox_batch} ORDER BY seq DESC LIMIT 1), false)
+            """)
+        ).fetchone()
+        assert row is not None
+        return bool(row[0])
+
+    def rebase(self, connection: Connection) -> int:
+        """Make tables of another cluster this one's own; return how many events will be published again, or for the first
+        time. 0: another relay has done it.
+
+        Transaction ids of the other cluster say nothing here, so the sealed batches, which are made of them, go; rows of
+        ids that are still to come get this transaction's. What is published already is recognised by consumers. A new
+        epoch keeps a relay of the other cluster off. Locks out other relays, not writers.
+        """
+        with connection.transaction():
+            connection.execute(self._sql("LOCK TABLE {outbox_batch} IN ACCESS EXCLUSIVE MODE"))
+            if not self.is_foreign(connection):
+                return 0
+            connection.execute(
+                self._sql("""
+                UPDATE {outbox} SET xid = pg_current_xact_id() WHERE xid >= pg_snapshot_xmax(pg_current_snapshot())
+                """)
+            )
+            connection.execute(self._sql("DELETE FROM {outbox_stream}"))
+            connection.execute(self._sql("DELETE FROM {outbox_batch}"))
+            connection.execute(self._sql("UPDATE {outbox_group} SET acked = 0"))
+            connection.execute(
+                self._sql("INSERT INTO {outbox_epoch} (epoch) SELECT max(epoch) + 1 FROM {outbox_epoch}")
+            )
+            row = connection.execute(self._sql("SELECT count(*) FROM {outbox}")).fetchone()
+            assert row is not None
+            return int(row[0])
+
     # --- partitions ---
 
     def make_partitions(self, connection: Connection, rows: int, ahead: int) -> int:
