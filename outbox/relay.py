@@ -26,10 +26,23 @@ import psycopg
 
 from outbox import schema as schemas
 from outbox.envelope import Run, wire
-from outbox.errors import AlreadySealed, StaleRelay, TransportError, TransportUnavailable
+from outbox.errors import AlreadySealed, OutboxError, SettingsError, StaleRelay, TransportError, TransportUnavailable
 from outbox.retry import Stop, database_away, until_done
 from outbox.settings import RelaySettings
-from outbox.store import BEGINNING, KEY, POSITION, TOPIC, Batch, Connection, Group, Row, Store, StreamPart, Window
+from outbox.store import (
+    BEGINNING,
+    KEY,
+    POSITION,
+    TOPIC,
+    Batch,
+    Connection,
+    Group,
+    Row,
+    Store,
+    StreamHead,
+    StreamPart,
+    Window,
+)
 from outbox.telemetry import (
     Observer,
     Published,
@@ -145,6 +158,7 @@ class Relay:
 
         Raises:
             SchemaError: the tables are missing or of another revision.
+            SettingsError: a topic is set to another number of lanes than it has.
         """
         pause = self._settings.poll_min_seconds
         try:
@@ -197,7 +211,7 @@ class Relay:
             psycopg.OperationalError: PostgreSQL cannot be reached or cannot work.
             TransportUnavailable: Redis cannot be reached or cannot work.
             StaleRelay: this database is not the one that publishes now.
-            SchemaError: the tables are missing or of another revision.
+            SchemaError, SettingsError: see `run`.
         """
         counts = Counts()
         try:
@@ -254,7 +268,9 @@ class Relay:
         self._window = newest.rest if newest else Window(BEGINNING, BEGINNING, 0, False)
         known = self._streams
         self._streams = {}
-        for head in self._store.heads(connection):
+        heads = self._store.heads(connection)
+        self._check_lanes(heads)
+        for head in heads:
             before = known.get(head.stream, _Stream())
             self._streams[head.stream] = _Stream(head.seq, head.token, length=before.length, paused=before.paused)
         self._load_groups(connection)
@@ -276,6 +292,23 @@ class Relay:
                 _one_line(error),
                 extra={"action": "partitions_denied"},
             )
+
+    def _check_lanes(self, heads: list[StreamHead]) -> None:
+        """See that no topic is spread over another number of lanes than before.
+
+        A consumer that reads the new lanes would not read what is left in the old ones, and one key would be in two.
+
+        Raises:
+            SettingsError: one is.
+        """
+        for head in heads:
+            topic = topic_of(head.stream)
+            wanted = self._settings.lanes.get(topic, 1)
+            if head.lanes != wanted:
+                raise SettingsError(
+                    f"OUTBOX_LANES: topic {topic} is spread over {head.lanes} lanes, and is now set to {wanted}; the lanes "
+                    "of a topic cannot be changed while the outbox keeps events of it. Use a new topic"
+                )
 
     def _rebase(self, connection: Connection) -> None:
         events = self._store.rebase(connection)
@@ -625,7 +658,7 @@ def _settled(result: Callable[[], T]) -> T | BaseException:
 
 
 def _worth_retrying(error: BaseException) -> bool:
-    return database_away(error) or isinstance(error, TransportError | StaleRelay)
+    return database_away(error) or (isinstance(error, OutboxError) and error.retryable)
 
 
 def _one_line(error: BaseException | None) -> str:

@@ -140,6 +140,19 @@ def _migrate(branch: Branch, schema: str) -> str:
     return f"{branch} migrate" if schema == "public" else f"{branch} migrate --schema {schema!r}"
 
 
+_OURS = re.compile(
+    r"outbox(_batch|_stream|_epoch|_group|_default|_schema_version|_\d+_\d+)?|consumer_schema_version|entity_versions"
+    r"|dead_letters|processed_messages(_default|_\d+_\d+)?"
+)
+
+
+def include_object(item: Any, name: str | None, kind: str, _reflected: bool = True, _compared: Any = None) -> bool:
+    """For ``context.configure(include_object=…)`` in an alembic of your own: autogenerate leaves the tables of both sides
+    alone (partitions, version tables and indexes included). `outbox migrate` and `consumer migrate` look after them."""
+    table = name if kind == "table" else getattr(getattr(item, "table", None), "name", None)
+    return table is None or not _OURS.fullmatch(table)
+
+
 # --- partitions ----------------------------------------------------------------------------------------------------
 
 

@@ -104,11 +104,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class StreamHead:
-    """The newest batch that a stream is made of."""
+    """The newest batch that a stream is made of, and over how many lanes its topic was spread then."""
 
     stream: str
     seq: int
     token: str
+    lanes: int
 
 
 class Store:
@@ -288,9 +289,10 @@ class Store:
                 SELECT (SELECT stream FROM {outbox_stream} s WHERE s.stream > streams.stream ORDER BY stream LIMIT 1)
                 FROM streams WHERE stream IS NOT NULL
             )
-            SELECT streams.stream, head.seq, b.token::text
+            SELECT streams.stream, head.seq, b.token::text, head.lanes
             FROM streams,
-                 LATERAL (SELECT max(seq) AS seq FROM {outbox_stream} s WHERE s.stream = streams.stream) head
+                 LATERAL (SELECT seq, lanes FROM {outbox_stream} s WHERE s.stream = streams.stream
+                          ORDER BY seq DESC LIMIT 1) head
                  JOIN {outbox_batch} b ON b.seq = head.seq
             WHERE streams.stream IS NOT NULL
             """)

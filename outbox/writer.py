@@ -106,7 +106,8 @@ class Writer:
             raise InvalidEvent("events", f"at most {_MAX_EVENTS} in one call, are {len(events)}")
         for event in events:
             if not isinstance(event, Event):
-                raise TypeError(f"record takes Events, not {type(event).__name__}")
+                hint = "; a list goes as record(session, *events)" if isinstance(event, list | tuple) else ""
+                raise TypeError(f"record takes Events, not {type(event).__name__}{hint}")
             if len(event.data) > self.max_payload_bytes:
                 raise InvalidEvent(
                     "payload", f"has {len(event.data)} bytes, more than the limit of {self.max_payload_bytes}"

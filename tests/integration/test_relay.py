@@ -21,7 +21,7 @@ import redis
 from outbox import record
 from outbox import schema as schemas
 from outbox.embedded import PostgresServer, ValkeyServer
-from outbox.errors import StaleRelay, TransportUnavailable
+from outbox.errors import SettingsError, StaleRelay, TransportUnavailable
 from outbox.relay import Counts
 from outbox.store import Store, Window
 from outbox.telemetry import Measurement, StreamBehind, StreamFailed
@@ -276,7 +276,7 @@ def test_o_48_script_flush(own_valkey: Callable[..., ValkeyServer], database_url
 # --- lanes ---
 
 
-def test_lanes_keep_each_key_in_order_and_stay_as_they_were_sealed(bench: Bench) -> None:
+def test_lanes_keep_each_key_in_order_and_cannot_be_changed(bench: Bench) -> None:
     for number in range(40):
         bench.write(key=f"k{number % 8}", topic="pay")
     drain(bench.relay(lanes={"pay": 3}, batch_rows=7))
@@ -288,10 +288,14 @@ def test_lanes_keep_each_key_in_order_and_stay_as_they_were_sealed(bench: Bench)
             assert versions == sorted(versions)
     bench.redis.delete(*map(bench.key, lanes))
     bench.write(key="k1", topic="pay")
-    drain(bench.relay(lanes={"pay": 2}))  # what was sealed over three lanes stays there
+    for changed in ({"pay": 2}, {}):
+        with pytest.raises(SettingsError, match="OUTBOX_LANES: topic pay is spread over 3 lanes"):
+            bench.relay(lanes=changed).run_once()
+    drain(bench.relay(lanes={"pay": 3}))
     for stream, entries in lanes.items():
         assert [e["id"] for e in bench.entries(stream)][: len(entries)] == [e["id"] for e in entries]
     assert sum(bench.length(f"pay:{lane}") for lane in range(3)) == 41
+    assert {bench.redis.hget(bench.key(stream) + ":relay", "lanes") for stream in lanes} == {b"3"}
 
 
 # --- epochs ---
