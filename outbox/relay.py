@@ -27,6 +27,7 @@ import psycopg
 from outbox import schema as schemas
 from outbox.envelope import Run, wire
 from outbox.errors import AlreadySealed, OutboxError, SettingsError, StaleRelay, TransportError, TransportUnavailable
+from outbox.retention import drop_old
 from outbox.retry import Stop, database_away, until_done
 from outbox.settings import RelaySettings
 from outbox.store import (
@@ -62,6 +63,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _PARTITION_SECONDS = 5.0
+_RETENTION_SECONDS = 60.0
 #: Longest turn of a stream that is brought up to date, and shortest of sealing and publishing what is new beside it.
 _CATCH_UP_SECONDS = 0.25
 #: Memory goes on being full until so much less of it is used.
@@ -100,6 +102,7 @@ class _Stream:
     marker: Marker | None = None
     current: bool = False  # the marker is that of the newest sealed batch
     acked: dict[str, int] = field(default_factory=dict)  # by group: the batch up to which all is acknowledged
+    inspected: bool = False  # its groups are known
     length: int = 0  # entries when it was looked at, and those published since
     paused: str | None = None  # why
 
@@ -107,6 +110,13 @@ class _Stream:
     def needed(self) -> int:
         """The batch after which some group still needs everything; 0 where no group is known."""
         return min(self.acked.values(), default=0)
+
+    @property
+    def settled(self) -> float:
+        """The batch up to which it is published and acknowledged by every group that is known."""
+        if not self.current or not self.inspected:
+            return 0
+        return self.needed if self.acked and self.needed < self.seq else float("inf")
 
 
 @dataclass(slots=True)
@@ -148,6 +158,7 @@ class Relay:
         self._check_due = 0.0
         self._partitions_due = 0.0
         self._groups_due = 0.0
+        self._retention_due = 0.0
         self._memory_full = False
         self._bytes = 0  # published since the memory was looked at
 
@@ -223,6 +234,8 @@ class Relay:
             if time.monotonic() >= self._groups_due:
                 self._look_after_streams(counts)
             self._drain(counts)
+            if time.monotonic() >= self._retention_due:
+                self._drop_old()
         except AlreadySealed:
             # Somebody else is at work. Everything believed is forgotten, and read again next time.
             self._observe(StandBy(self._seq + 1))
@@ -466,16 +479,16 @@ class Relay:
                     counts.repaired += repaired
                     return
         counts.repaired += repaired
-        if found is not None and found.epoch < self._epoch:  # nothing to publish, but the stream is in our epoch now
-            stamped = Marker(self._epoch, found.seq, found.token)
-            (answer,) = self._transport.publish([Part(name, found, stamped, [])])
-            if answer != stamped:
-                return
-            found = stamped
-        stream.marker = found
-        stream.current = True
         if found is not None and found.seq > stream.seq:  # another relay sealed and published meanwhile
             stream.seq, stream.token = found.seq, found.token
+        newest = Marker(self._epoch, stream.seq, stream.token)
+        if found is not None and found != newest:  # nothing is left to publish, but the marker is to say so
+            (answer,) = self._transport.publish([Part(name, found, newest, [])])
+            if answer != newest:
+                return
+            found = newest
+        stream.marker = found
+        stream.current = True
         if repaired:
             _log.info(
                 "stream %s brought up to batch %d: %d events published again or late",
@@ -498,7 +511,7 @@ class Relay:
             if found.epoch > self._epoch:
                 raise StaleRelay(name, found.epoch, self._epoch)
         if self._store.token(connection, found.seq) == found.token:
-            return found.seq
+            return max(found.seq, self._streams[name].needed)
         oldest = self._store.oldest_seq(connection)
         if oldest is not None and found.seq < oldest:
             return found.seq
@@ -543,7 +556,7 @@ class Relay:
                 continue
             if state.trimmed:
                 self._observe(Trimmed(name, state.trimmed))
-            stream.length = state.length
+            stream.length, stream.inspected = state.length, True
             seen = [Group(name, group.name, min(group.acked or 0, stream.seq)) for group in state.groups]
             if state.missing and stream.marker is not None and not stream.paused:
                 self._replace_missing(name, stream, state.missing, counts)
@@ -570,6 +583,34 @@ class Relay:
         self._bytes += sum(len(data) for run in part.runs for data in run.columns[0])
         if self._bytes > self._settings.batch_bytes:
             self._check_memory()
+
+    def _drop_old(self) -> None:
+        """See `outbox.retention`: up to the batch that every stream has and every group has acknowledged."""
+        self._retention_due = time.monotonic() + _RETENTION_SECONDS
+        connection = self._connect()
+        seq = min((stream.settled for stream in self._streams.values()), default=float("inf"))
+        if seq >= self._seq and not self._window.open:
+            settled, before = self._window, self._seq
+        elif batch := self._store.batch_up_to(connection, int(min(seq, self._seq))):
+            settled, before = batch.rest, batch.seq
+        else:
+            return
+        try:
+            dropped = drop_old(self._store, connection, settled, before, self._settings.retention_seconds)
+        except psycopg.errors.InsufficientPrivilege as error:
+            self._retention_due = time.monotonic() + 600
+            _log.warning(
+                "cannot drop what is older than OUTBOX_RETENTION_SECONDS: %s", _one_line(error),
+                extra={"action": "retention_denied"},
+            )  # fmt: skip
+            return
+        if dropped.partitions or dropped.rows or dropped.batches:
+            self._retention_due = 0.0  # there may be more
+            _log.info(
+                "dropped partitions %s, %d rows of the default one, %d batches",
+                ", ".join(dropped.partitions) or "none", dropped.rows, dropped.batches,
+                extra={"action": "dropped_old", "partitions": len(dropped.partitions)},
+            )  # fmt: skip
 
     def _check_memory(self) -> None:
         self._bytes = 0

@@ -248,11 +248,8 @@ class Store:
         return replace(batch, token=row[0])
 
     def newest(self, connection: Connection) -> Batch | None:
-        """The newest sealed batch. Walks outbox_batch_pkey backwards."""
-        row = connection.execute(
-            self._sql("SELECT {batch} FROM {outbox_batch} b ORDER BY b.seq DESC LIMIT 1")
-        ).fetchone()
-        return Batch(*row) if row else None
+        """The newest sealed batch."""
+        return self.batch_up_to(connection, 2**63 - 1)
 
     def oldest_seq(self, connection: Connection) -> int | None:
         """The oldest batch that is still there. Walks outbox_batch_pkey."""
@@ -352,6 +349,98 @@ class Store:
             self._sql("INSERT INTO {outbox_epoch} (epoch) VALUES (%s) ON CONFLICT (epoch) DO NOTHING"), (epoch,)
         )
 
+    # --- retention ---
+
+    def batch_up_to(self, connection: Connection, seq: int) -> Batch | None:
+        """The newest batch up to `seq`. Walks outbox_batch_pkey backwards."""
+        row = connection.execute(
+            self._sql("SELECT {batch} FROM {outbox_batch} b WHERE b.seq <= %s ORDER BY b.seq DESC LIMIT 1"), (seq,)
+        ).fetchone()
+        return Batch(*row) if row else None
+
+    def drop_partition(self, connection: Connection, settled: Window, keep_seconds: float) -> str | None:
+        """Drop the oldest partition if it is full, all of its rows are settled and its last one is older than
+        `keep_seconds`; returns its name. Settled is what is visible in the window's `snap`, if the window is open: up to
+        position `after`. None also where a writer still holds it, or somebody reads for long.
+
+        Asks first without a lock, with two probes of its indexes, and once more with ACCESS EXCLUSIVE on it and on the
+        outbox, which is waited for for a quarter of a second.
+        """
+        names = [n for n in schemas.existing_partitions(connection, self.schema, "outbox") if n != "outbox_default"]
+        row = connection.execute(self._sql("SELECT coalesce(max(position), 0) FROM {outbox}")).fetchone()
+        assert row is not None
+        oldest = min(names, key=_upper, default="")
+        if not oldest or _upper(oldest) > (min(row[0], settled.after + 1) if settled.open else row[0]):
+            return None
+        child = sql.Identifier(self.schema, oldest)
+        query = sql.SQL("""
+            SELECT NOT EXISTS (
+                SELECT FROM {child} WHERE xid >= pg_snapshot_xmin(%(snap)s::pg_snapshot)
+                AND NOT pg_visible_in_snapshot(xid, %(snap)s::pg_snapshot)
+            ) AND (SELECT created_at < clock_timestamp() - make_interval(secs => %(keep)s)
+                   FROM {child} ORDER BY position DESC LIMIT 1)
+        """).format(child=child)
+        parameters = {"snap": settled.snap, "keep": keep_seconds}
+
+        def is_settled() -> bool:
+            row = connection.execute(query, parameters).fetchone()
+            return bool(row and row[0])  # NULL: it is empty, and may yet be written to
+
+        try:
+            if not is_settled():
+                return None
+            with connection.transaction():
+                connection.execute("SET LOCAL lock_timeout = '250ms'")
+                connection.execute(self._sql("LOCK TABLE ONLY {outbox} IN ACCESS EXCLUSIVE MODE"))
+                connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(child))
+                if not is_settled():
+                    return None
+                connection.execute(sql.SQL("DROP TABLE {}").format(child))
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected, psycopg.errors.UndefinedTable):
+            return None
+        return oldest
+
+    def delete_from_default(self, connection: Connection, settled: Window, keep_seconds: float, limit: int) -> int:
+        """Delete up to `limit` rows of the default partition that are settled (see `drop_partition`) and older than
+        `keep_seconds`: those that never got a partition of their own. Walks its primary key; locks only these rows."""
+        deleted = connection.execute(
+            sql.SQL("""
+            DELETE FROM {default} WHERE position IN (
+                SELECT position FROM {default}
+                WHERE pg_visible_in_snapshot(xid, %(snap)s::pg_snapshot) AND (NOT %(open)s OR position <= %(after)s)
+                  AND created_at < clock_timestamp() - make_interval(secs => %(keep)s)
+                ORDER BY position LIMIT %(limit)s FOR UPDATE SKIP LOCKED)
+            """).format(default=sql.Identifier(self.schema, "outbox_default")),
+            {
+                "snap": settled.snap, "open": settled.open, "after": settled.after, "keep": keep_seconds, "limit": limit
+            },
+        )  # fmt: skip
+        return deleted.rowcount
+
+    def delete_batches(self, connection: Connection, before: int, keep_seconds: float, limit: int) -> int:
+        """Delete up to `limit` of the oldest batches below number `before` that were sealed longer than `keep_seconds`
+        ago, without a gap, with their shares in streams. Walks the primary keys from their beginning."""
+        with connection.transaction():
+            row = connection.execute(
+                self._sql("""
+                WITH oldest AS (
+                    SELECT seq, sealed_at FROM {outbox_batch} WHERE seq < %(before)s ORDER BY seq LIMIT %(limit)s
+                ), young AS (
+                    SELECT min(seq) AS seq FROM oldest
+                    WHERE sealed_at >= clock_timestamp() - make_interval(secs => %(keep)s)
+                ), deleted AS (
+                    DELETE FROM {outbox_batch} b USING oldest, young
+                    WHERE b.seq = oldest.seq AND (young.seq IS NULL OR b.seq < young.seq) RETURNING b.seq
+                )
+                SELECT count(*), max(seq) FROM deleted
+                """),
+                {"before": before, "keep": keep_seconds, "limit": limit},
+            ).fetchone()
+            assert row is not None
+            if row[0]:
+                connection.execute(self._sql("DELETE FROM {outbox_stream} WHERE seq <= %s"), (row[1],))
+        return int(row[0])
+
     # --- another cluster ---
 
     def is_foreign(self, connection: Connection) -> bool:
@@ -402,7 +491,7 @@ class Store:
         row = connection.execute(self._sql("SELECT coalesce(max(position), 0) FROM {outbox}")).fetchone()
         assert row is not None
         newest = int(row[0])
-        low = max((int(name.rsplit("_", 1)[1]) for name in names if name != "outbox_default"), default=0)
+        low = max((_upper(name) for name in names if name != "outbox_default"), default=0)
         if newest - low > 2 * rows:  # the relay was away for long; what lies between stays in the default partition
             low = newest - newest % rows
         ranges = [
@@ -410,6 +499,11 @@ class Store:
             for start in range(low, newest + ahead * rows + 1, rows)
         ]
         return schemas.make_partitions(connection, self.schema, "outbox", "position", ranges)
+
+
+def _upper(partition: str) -> int:
+    """The position that a partition ends before, from its name."""
+    return int(partition.rsplit("_", 1)[1])
 
 
 @lru_cache(maxsize=256)
