@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import psycopg
 import sqlalchemy.exc
 import typer
 
+from outbox import operations
 from outbox import schema as schemas
 from outbox.errors import OutboxError
 from outbox.relay import Relay
@@ -47,13 +50,72 @@ def migrate(
 def relay(schema: Schema = None, log_level: LogLevel = "info") -> None:
     """Publish the outbox to Redis streams until SIGTERM or Ctrl-C; run as many as you like, one works at a time."""
     configure_logging(log_level)
-    overrides: dict[str, Any] = {"schema_name": schema} if schema else {}
-    settings = RelaySettings(**overrides)
-    running = Relay(settings)
+    running = Relay(_settings(schema))
     stop_on_signals(running.stop)
     logging.getLogger("outbox").info("relay started", extra={"action": "relay_started"})
     running.run()
     logging.getLogger("outbox").info("relay stopped", extra={"action": "relay_stopped"})
+
+
+@app.command()
+def status(
+    schema: Schema = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show how things stand: backlog, streams, groups, and what is paused and why. Changes nothing."""
+    found = operations.status(_settings(schema))
+    typer.echo(json.dumps(asdict(found), indent=2) if as_json else "\n".join(_lines(found)))
+
+
+@app.command("drop-group")
+def drop_group(
+    name: Annotated[str, typer.Argument(help="The consumer group, as `outbox status` names it.")],
+    schema: Schema = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Forget a consumer group that is gone for good: nothing is kept for it any longer, and what it left is lost to it."""
+    if not yes:
+        typer.confirm(f"Forget group {name} and everything that it has not acknowledged?", abort=True)
+    for stream in operations.drop_group(_settings(schema), name):
+        typer.echo(f"group {name} of stream {stream} is forgotten")
+
+
+def _settings(schema: str | None) -> RelaySettings:
+    overrides: dict[str, Any] = {"schema_name": schema} if schema else {}
+    return RelaySettings(**overrides)
+
+
+def _lines(found: operations.Status) -> Iterator[str]:
+    """The status for people."""
+    memory = "no limit" if found.memory_share is None else f"{found.memory_share:.0%} used"
+    yield f"relays {found.relays} · epoch {found.epoch} · batch {found.batch} · Redis memory: {memory}"
+    for topic, (count, age) in sorted(found.unsealed.items()):
+        yield f"topic {topic}: {count:,} events not sealed yet, the oldest {_seconds(age)} old"
+    for stream in found.streams:
+        yield ""
+        state = (
+            f"PAUSED ({stream.paused})" if stream.paused else f"cannot be used: {stream.error}" if stream.error else ""
+        )
+        yield f"stream {stream.stream}  {stream.entries:,} entries, batch {stream.published_batch} of {stream.batch}  {state}"
+        if stream.unpublished:
+            yield f"  {stream.unpublished:,} events not published, the oldest for {_seconds(stream.unpublished_seconds)}"
+        if stream.missing:
+            yield f"  {stream.missing:,} entries were deleted by a stranger"
+        for group in stream.groups:
+            waiting = "?" if group.undelivered is None else f"{group.undelivered:,}"
+            yield (
+                f"  group {group.name}: {waiting} undelivered, {group.pending:,} pending"
+                f" (oldest {_seconds(group.oldest_pending_seconds)}), acknowledged to batch {group.acked_batch}"
+                f" {_seconds(group.still_seconds)} ago"
+                + ("" if group.there else "  NOT IN REDIS: made again when its consumer comes, or see drop-group")
+                + (f"  last seen {_seconds(group.idle_seconds)} ago" if group.idle_seconds is not None else "")
+            )
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.0f} h"
 
 
 # --- what both commands share --------------------------------------------------------------------------------------

@@ -349,6 +349,56 @@ class Store:
             self._sql("INSERT INTO {outbox_epoch} (epoch) VALUES (%s) ON CONFLICT (epoch) DO NOTHING"), (epoch,)
         )
 
+    # --- status ---
+
+    def unsealed(self, connection: Connection, limit: int) -> dict[str, tuple[int, float]]:
+        """By topic: how many committed events are not sealed yet (counted up to `limit` in all), and the age of the oldest
+        in seconds. Walks outbox_xid from the newest batch's snapshot on."""
+        newest = self.newest(connection)
+        rest = newest.rest if newest else Window(BEGINNING, BEGINNING, 0, False)
+        rows = connection.execute(
+            self._sql("""
+            SELECT topic, count(*), extract(epoch FROM clock_timestamp() - min(created_at))::float8
+            FROM (
+                SELECT topic, created_at FROM {outbox}
+                WHERE xid >= pg_snapshot_xmin(%(prev)s::pg_snapshot)
+                  AND NOT pg_visible_in_snapshot(xid, %(prev)s::pg_snapshot)
+                  AND NOT (pg_visible_in_snapshot(xid, %(snap)s::pg_snapshot) AND position <= %(after)s)
+                LIMIT %(limit)s
+            ) backlog GROUP BY topic
+            """),
+            {"prev": rest.prev, "snap": rest.snap, "after": rest.after, "limit": limit},
+        )
+        return {topic: (count, age) for topic, count, age in rows}
+
+    def group_ages(self, connection: Connection) -> dict[tuple[str, str], float]:
+        """By stream and group: seconds since `acked` last moved."""
+        rows = connection.execute(
+            self._sql("""
+            SELECT stream, name, extract(epoch FROM clock_timestamp() - acked_at)::float8 FROM {outbox_group}
+            """)
+        )
+        return {(stream, name): age for stream, name, age in rows}
+
+    def sealed_age(self, connection: Connection, seq: int) -> float | None:
+        """Seconds since a batch was sealed; None: it is not there. Uses outbox_batch_pkey."""
+        row = connection.execute(
+            self._sql("""
+            SELECT extract(epoch FROM clock_timestamp() - sealed_at)::float8 FROM {outbox_batch} WHERE seq = %s
+            """),
+            (seq,),
+        ).fetchone()
+        return float(row[0]) if row else None
+
+    def relays(self, connection: Connection) -> int:
+        """Relays that are connected to this database (of a role whose activity we may see)."""
+        row = connection.execute("""
+            SELECT count(*) FROM pg_catalog.pg_stat_activity
+            WHERE application_name = 'outbox relay' AND datname = pg_catalog.current_database()
+        """).fetchone()
+        assert row is not None
+        return int(row[0])
+
     # --- retention ---
 
     def batch_up_to(self, connection: Connection, seq: int) -> Batch | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from outbox.envelope import Run
@@ -136,6 +136,7 @@ class GroupState:
         acked: the last batch of which everything before and in it is acknowledged; None: cannot be told.
         delivered: the last batch of which everything is delivered; None: cannot be told.
         undelivered: entries not yet delivered of the batch after that one.
+        idle_seconds: since a consumer of the group last asked for something; None: it has none.
     """
 
     name: str
@@ -144,6 +145,7 @@ class GroupState:
     acked: int | None
     delivered: int | None
     undelivered: int
+    idle_seconds: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
