@@ -27,7 +27,7 @@ from outbox.errors import GroupLost, SettingsError, StreamUnusable, TransportErr
 from outbox.retry import Stop, until_done
 from outbox.telemetry import Claimed, Observer, Outcomes, guarded
 from outbox.transport import Delivery, StreamTransport, Transport
-from outbox.transport.base import streams_of
+from outbox.transport.base import side_stream, streams_of
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Worker:
         self._name = settings.process_name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._streams = [
             stream for topic in consumer.topics for stream in streams_of(topic, settings.lanes.get(topic, 1))
-        ]
+        ] + [side_stream(topic, consumer.name) for topic in consumer.topics]
         self._recovery = Recovery(
             self._transport, consumer.name, self._name, settings.claim_seconds, settings.batch_size
         )

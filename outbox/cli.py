@@ -7,8 +7,10 @@ import logging
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from datetime import datetime
 from typing import Annotated, Any
 
 import psycopg
@@ -16,8 +18,9 @@ import sqlalchemy.exc
 import typer
 
 from outbox import operations
+from outbox import replay as replays
 from outbox import schema as schemas
-from outbox.errors import OutboxError
+from outbox.errors import OutboxError, SettingsError
 from outbox.relay import Relay
 from outbox.settings import RelaySettings, check_schema, database_url_from_environment
 
@@ -78,6 +81,59 @@ def drop_group(
         typer.confirm(f"Forget group {name} and everything that it has not acknowledged?", abort=True)
     for stream in operations.drop_group(_settings(schema), name):
         typer.echo(f"group {name} of stream {stream} is forgotten")
+
+
+@app.command()
+def replay(
+    topic: Annotated[str | None, typer.Option(help="Only events of this topic.")] = None,
+    key: Annotated[str | None, typer.Option(help="Only events of this key.")] = None,
+    type: Annotated[str | None, typer.Option(help="Only events of this type.")] = None,
+    ids: Annotated[list[uuid.UUID] | None, typer.Option("--id", help="Only these event ids (may be repeated).")] = None,
+    since: Annotated[str | None, typer.Option(help="Recorded at or after, e.g. 2026-01-31T12:00:00+03:00.")] = None,
+    until: Annotated[str | None, typer.Option(help="Recorded before.")] = None,
+    after: Annotated[int, typer.Option(help="Go on after this position, as an earlier replay said.")] = 0,
+    group: Annotated[str | None, typer.Option(help="Only for this consumer; default: for every one.")] = None,
+    rate: Annotated[float | None, typer.Option(min=0.1, help="At most so many events a second.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; without it, only say what would be done.")] = False,
+    schema: Schema = None,
+) -> None:
+    """Publish events of the outbox once more, with the same ids. Who has processed them recognises them.
+
+    Example: a new consumer gets what the outbox keeps: outbox replay --topic payments --group reports --yes
+    """
+    settings = _settings(schema)
+    selection = replays.Selection(
+        topic=topic, key=key, type=type, ids=tuple(ids) if ids else None, since=_instant("--since", since),
+        until=_instant("--until", until), after_position=after,
+    )  # fmt: skip
+    with operations.opened(settings) as (store, connection, transport):
+        total = replays.count(store, connection, selection)
+        whom = f"consumer {group} alone" if group else "every consumer"
+        typer.echo(f"{total:,} events are published again, for {whom}" + ("" if yes or not total else "; add --yes"))
+        if not yes or not total:
+            return
+        steps = replays.replay(
+            store, connection, transport, settings, selection, consumer=group, events_per_second=rate
+        )  # fmt: skip
+        last = replays.Step(0, after)
+        try:
+            with typer.progressbar(length=total, label="replay", file=sys.stderr) as bar:
+                for step in steps:
+                    bar.update(step.events - last.events)
+                    last = step
+        except (KeyboardInterrupt, OutboxError, psycopg.Error):
+            typer.echo(f"stopped after {last.events:,} events; go on with --after {last.position}", err=True)
+            raise
+        typer.echo(f"{last.events:,} events published again")
+
+
+def _instant(option: str, text: str | None) -> datetime | None:
+    if text is None:
+        return None
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise SettingsError(f"{option}: is not a time like 2026-01-31T12:00:00+03:00") from None
 
 
 def _settings(schema: str | None) -> RelaySettings:

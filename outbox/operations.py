@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from outbox import schema as schemas
@@ -93,25 +95,21 @@ def status(settings: RelaySettings) -> Status:
         psycopg.Error: PostgreSQL cannot be reached.
         TransportUnavailable: Redis cannot be reached.
     """
-    store, transport = Store(settings.schema_name), _transport(settings)
-    try:
-        with _connect(settings) as connection:
-            newest, share = store.newest(connection), transport.memory_share()
-            heads = store.heads(connection)
-            markers = transport.markers([head.stream for head in heads]) if heads else {}
-            full = share is not None and share > settings.max_memory_share
-            streams = []
-            for head in heads:
-                found, state = markers[head.stream], StreamState(0, 0, 0, [])
-                if not isinstance(found, TransportError):
-                    state = transport.inspect(head.stream)
-                streams.append(_stream(store, connection, settings, head, found, state, full))
-            return Status(
-                store.relays(connection), store.epoch(connection), newest.seq if newest else 0, share,
-                store.unsealed(connection, _COUNTED), streams,
-            )  # fmt: skip
-    finally:
-        transport.close()
+    with opened(settings) as (store, connection, transport):
+        newest, share = store.newest(connection), transport.memory_share()
+        heads = store.heads(connection)
+        markers = transport.markers([head.stream for head in heads]) if heads else {}
+        full = share is not None and share > settings.max_memory_share
+        streams = []
+        for head in heads:
+            found, state = markers[head.stream], StreamState(0, 0, 0, [])
+            if not isinstance(found, TransportError):
+                state = transport.inspect(head.stream)
+            streams.append(_stream(store, connection, settings, head, found, state, full))
+        return Status(
+            store.relays(connection), store.epoch(connection), newest.seq if newest else 0, share,
+            store.unsealed(connection, _COUNTED), streams,
+        )  # fmt: skip
 
 
 def drop_group(settings: RelaySettings, name: str) -> list[str]:
@@ -120,31 +118,35 @@ def drop_group(settings: RelaySettings, name: str) -> list[str]:
     Raises:
         SettingsError: there is no such group.
     """
-    transport = _transport(settings)
-    try:
-        with _connect(settings) as connection:
-            streams = Store(settings.schema_name).drop_group(connection, name)
-            for stream in streams:
-                transport.drop_group(name, stream)
-    finally:
-        transport.close()
+    with opened(settings) as (store, connection, transport):
+        streams = store.drop_group(connection, name)
+        for stream in streams:
+            transport.drop_group(name, stream)
     if not streams:
         raise SettingsError(f"there is no group {name!r}; `outbox status` lists them")
     return streams
 
 
-def _transport(settings: RelaySettings) -> StreamTransport:
-    return StreamTransport.from_url(
+@contextmanager
+def opened(settings: RelaySettings) -> Iterator[tuple[Store, Connection, StreamTransport]]:
+    """What operations work with; closed at the end.
+
+    Raises:
+        SchemaError: the tables are missing or of another revision.
+        psycopg.Error: PostgreSQL cannot be reached.
+    """
+    transport = StreamTransport.from_url(
         settings.redis_url.get_secret_value(),
         prefix=settings.key_prefix,
         timeout_seconds=settings.redis_timeout_seconds,
     )
-
-
-def _connect(settings: RelaySettings) -> Connection:
-    connection = schemas.connect(settings.database_url.get_secret_value(), "outbox status", autocommit=True)
-    schemas.check_revision(connection, "outbox", settings.schema_name)
-    return connection
+    try:
+        address = settings.database_url.get_secret_value()
+        with schemas.connect(address, "outbox operations", autocommit=True) as connection:
+            schemas.check_revision(connection, "outbox", settings.schema_name)
+            yield Store(settings.schema_name), connection, transport
+    finally:
+        transport.close()
 
 
 def _stream(

@@ -46,6 +46,13 @@ _ROW: Final = (
 _IN_WINDOW: Final = (
     "NOT pg_visible_in_snapshot(xid, %(prev)s::pg_snapshot) AND pg_visible_in_snapshot(xid, %(snap)s::pg_snapshot)"
 )
+_SELECTED: Final = (
+    "position > %(after)s AND (%(topic)s::text IS NULL OR topic = %(topic)s)"
+    " AND (%(key)s::text IS NULL OR key = %(key)s) AND (%(type)s::text IS NULL OR type = %(type)s)"
+    " AND (%(ids)s::uuid[] IS NULL OR event_id = ANY (%(ids)s::uuid[]))"
+    " AND (%(since)s::timestamptz IS NULL OR created_at >= %(since)s)"
+    " AND (%(until)s::timestamptz IS NULL OR created_at < %(until)s)"
+)
 _BATCH: Final = "b.seq, b.token::text, b.epoch, b.prev::text, b.snap::text, b.after, b.last, b.done, b.events"
 
 
@@ -121,6 +128,7 @@ class Store:
             "batch": sql.SQL(_BATCH),
             "row": sql.SQL(_ROW),
             "in_window": sql.SQL(_IN_WINDOW),
+            "selected": sql.SQL(_SELECTED),
         } | {
             name: sql.Identifier(schema, name)
             for name in ("outbox", "outbox_batch", "outbox_stream", "outbox_epoch", "outbox_group")
@@ -348,6 +356,23 @@ class Store:
         connection.execute(
             self._sql("INSERT INTO {outbox_epoch} (epoch) VALUES (%s) ON CONFLICT (epoch) DO NOTHING"), (epoch,)
         )
+
+    # --- replay ---
+
+    def select(self, connection: Connection, parameters: dict[str, Any]) -> list[Row]:
+        """Up to `limit` committed rows at positions above `after` that fit `topic`, `key`, `type`, `ids`, `since` and
+        `until` (None fits all). Walks the primary key: the outbox has no index for these, and writers no price to pay."""
+        return self._rows(
+            connection,
+            self._sql("SELECT data, {row} FROM {outbox} WHERE {selected} ORDER BY position LIMIT %(limit)s"),
+            parameters,
+        )
+
+    def count(self, connection: Connection, parameters: dict[str, Any]) -> int:
+        """How many rows `select` would find. Reads the whole outbox above `after`."""
+        row = connection.execute(self._sql("SELECT count(*) FROM {outbox} WHERE {selected}"), parameters).fetchone()
+        assert row is not None
+        return int(row[0])
 
     # --- status ---
 

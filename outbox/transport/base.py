@@ -36,6 +36,11 @@ def streams_of(topic: str, lanes: int) -> list[str]:
     return [topic] if lanes == 1 else [f"{topic}:{lane}" for lane in range(lanes)]
 
 
+def side_stream(topic: str, consumer: str) -> str:
+    """The stream that only one consumer reads beside a topic: what is published again for it alone."""
+    return f"{topic}:@{consumer}"
+
+
 def topic_of(stream: str) -> str:
     """The topic of a stream. Topics have no colon in them."""
     return stream.partition(":")[0]

@@ -21,7 +21,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"tables", "schema", "transport"},
         {"store"},
         {"writer", "retention"},
-        {"relay"},
+        {"relay", "replay"},
         {"operations", "doctor"},
         {"cli"},
     ],
