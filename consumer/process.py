@@ -312,9 +312,9 @@ class Processor:
             self._ledger.forget(raw, work.fresh - ran.keys())
             if versions := self._settle_versions(raw, work.begun):
                 self._ledger.raise_versions(raw, versions)
-        for item in items:
-            if item.event is None or item.event.id in work.fresh - ran.keys():
-                item.outcome = Outcome.RETRY
+        waiting = [item for item in items if item.event is None or item.event.id in work.fresh - ran.keys()]
+        for item in waiting:
+            item.outcome = Outcome.RETRY
         for item in work.begun:
             item.outcome = Outcome.APPLIED
         culprit = work.begun[-1].event
@@ -322,7 +322,7 @@ class Processor:
         _log.error(
             "the handler of %s %s ended the transaction with a statement of its own: it and %d events before it in the "
             "batch are committed, what it did after that is not; %d that had not run stay pending",
-            culprit.type, culprit.id, len(ran) - 1, sum(item.outcome is Outcome.RETRY for item in items),
+            culprit.type, culprit.id, len(ran) - 1, len(waiting),
             extra={"action": "transaction_ended", "event_id": str(culprit.id)},
         )  # fmt: skip
         return True
