@@ -6,6 +6,8 @@ import importlib
 import logging
 import os
 import sys
+import traceback
+from types import TracebackType
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +16,7 @@ from consumer.handlers import Consumer
 from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
 from outbox.cli import LogLevel, configure_logging, run_app, run_migrate, stop_on_signals
-from outbox.errors import SettingsError
+from outbox.errors import OutboxError, SettingsError
 
 app = typer.Typer(
     name="consumer",
@@ -48,7 +50,7 @@ def run(
 ) -> None:
     """Consume until SIGTERM or Ctrl-C; run as many processes as you like."""
     configure_logging(log_level)
-    consumer = load(target)
+    consumer = _loaded(target)
     overrides: dict[str, Any] = {"schema_name": schema} if schema else {}
     settings = ConsumerSettings(**overrides)
     worker = Worker(consumer, settings)
@@ -57,6 +59,29 @@ def run(
     log.info("consumer %s started", consumer.name, extra={"action": "consumer_started"})
     worker.run()
     log.info("consumer %s stopped", consumer.name, extra={"action": "consumer_stopped"})
+
+
+def _loaded(target: str) -> Consumer:
+    """`load`; what its module raises is shown from the module on, without the command's own lines."""
+    try:
+        return load(target)
+    except OutboxError:
+        raise
+    except Exception as error:
+        shown = error.with_traceback(_from_the_module_on(error.__traceback__))
+        typer.echo("".join(traceback.format_exception(shown)).rstrip(), err=True)
+        module = target.partition(":")[0]
+        raise SettingsError(f"cannot import {module!r}: {type(error).__name__}: {error}") from None
+
+
+def _from_the_module_on(frames: TracebackType | None) -> TracebackType | None:
+    """The frames after our own and the import system's; None where the module was not even compiled."""
+    while frames is not None:
+        name = frames.tb_frame.f_code.co_filename
+        if name not in (__file__, importlib.__file__) and not name.startswith("<frozen importlib"):
+            return frames
+        frames = frames.tb_next
+    return None
 
 
 def load(target: str) -> Consumer:
@@ -78,8 +103,10 @@ def load(target: str) -> Consumer:
         raise
     found = getattr(module, name, None)
     if not isinstance(found, Consumer):
+        # With the file: a module of the user's may be hidden by an installed one of the same name, as by our own.
         raise SettingsError(
-            f"{module_name} has no Consumer {name!r}" + (f", it is a {type(found).__name__}" if found else "")
+            f"{module_name} ({getattr(module, '__file__', None)}) has no Consumer {name!r}"
+            + (f", it is a {type(found).__name__}" if found is not None else "")
         )
     return found
 

@@ -74,6 +74,9 @@ class Ledger:
         self._mark = compose("""
             UPDATE {processed_messages} SET outcome = %s WHERE consumer = %s AND event_id = ANY (%s::uuid[])
         """)
+        self._forget = compose("""
+            DELETE FROM {processed_messages} WHERE consumer = %s AND event_id = ANY (%s::uuid[])
+        """)
         self._touch = compose("""
             INSERT INTO {entity_versions} (consumer, topic, type, key)
             SELECT %s, topic, type, key
@@ -113,6 +116,10 @@ class Ledger:
     def mark(self, connection: Connection, ids: Iterable[uuid.UUID], outcome: str) -> None:
         """Say in the ledger rows (inserted by this transaction) how the events ended, if not ``applied``."""
         connection.execute(self._mark, (outcome, self.consumer, _array(ids)))
+
+    def forget(self, connection: Connection, ids: Iterable[uuid.UUID]) -> None:
+        """Delete the rows of events that were not processed after all. Uses the primary key."""
+        connection.execute(self._forget, (self.consumer, _array(ids)))
 
     def lock_versions(self, connection: Connection, entities: Iterable[Entity]) -> dict[Entity, int | None]:
         """Lock the entities against other consumers of the name, in order; returns the versions applied so far.

@@ -12,7 +12,9 @@ import secrets
 import socket
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import sqlalchemy
@@ -20,19 +22,26 @@ import sqlalchemy
 from consumer.claims import Recovery
 from consumer.handlers import Consumer
 from consumer.ledger import Ledger
-from consumer.process import DatabaseUnavailable, Outcome, Processor
+from consumer.process import DatabaseUnavailable, Outcome, Processor, brief, driver_connection
 from consumer.settings import ConsumerSettings
 from outbox import schema as schemas
 from outbox.errors import GroupLost, SettingsError, StreamUnusable, TransportError
-from outbox.retry import Stop, until_done
+from outbox.retry import Stop, database_away, until_done
 from outbox.telemetry import Claimed, Observer, Outcomes, guarded
 from outbox.transport import Delivery, StreamTransport, Transport
 from outbox.transport.base import side_stream, streams_of
 
 _log = logging.getLogger(__name__)
 
-_PARTITION_SECONDS = 3600.0
+_PARTITION_SECONDS = 60.0
 _LANES_SECONDS = 10.0
+#: How often names are looked for that processes left in the group, and after how long idle they are taken for left.
+_NAMES_SECONDS = 60.0
+_LEFT_SECONDS = 3600.0
+_BEAT_SECONDS = 1.0
+#: Pause between looks for deliveries to take over, in durations of the last look: a server whose pending lists are long
+#: is busy with them for a fiftieth of the time at most.
+_LOOK_PAUSE = 50.0
 
 
 class Worker:
@@ -83,11 +92,16 @@ class Worker:
         )
         self._stopping = Stop()
         self._usable: list[str] | None = None  # None: the groups are to be made
+        self._opened = False  # our name may be in them
         self._at_hand: list[Delivery] = []
         self._unacknowledged: list[Delivery] = []
+        self._claimed = False  # the last deliveries were taken over
+        self._look_seconds = 0.0
         self._check_due = 0.0
         self._partitions_due = 0.0
         self._lanes_due = 0.0
+        self._names_due = 0.0
+        self._beat_due = 0.0
 
     # --- running ---
 
@@ -96,7 +110,7 @@ class Worker:
 
         Raises:
             SchemaError: the tables are missing or of another revision.
-            SettingsError: the relay spreads a topic over another number of lanes.
+            SettingsError: the relay spreads a topic over another number of lanes, or the engine commits by itself.
         """
         try:
             while not self._stopping.is_set():
@@ -128,22 +142,30 @@ class Worker:
                 self._transport.hand_back(self._consumer.name, self._name, self._at_hand)
         except TransportError as error:
             _log.warning("could not hand back deliveries, others take them over later: %s", error)
+        if self._opened:
+            self._forget_names([self._name])
         self._transport.close()
         if self._own_engine:
             self._engine.dispose()
 
     def _failed(self, _error: BaseException) -> None:
         self._usable = None
-        self._beat()
 
     def _beat(self) -> None:
+        """Say that a round has ended."""
         if self._settings.heartbeat_file:
             Path(self._settings.heartbeat_file).touch()
+
+    def _progress(self) -> None:
+        """Say within a round that it goes on."""
+        if self._settings.heartbeat_file and time.monotonic() >= self._beat_due:
+            self._beat_due = time.monotonic() + _BEAT_SECONDS
+            self._beat()
 
     # --- one round ---
 
     def run_once(self) -> Counter[Outcome]:
-        """One batch: what is at hand from a failed round, else what others left, else what is new; counts by outcome.
+        """One batch: what is at hand from a round before, else what others left and what is new by turns; counts by outcome.
 
         Waits for at most ``block_seconds`` when there is nothing.
 
@@ -157,19 +179,32 @@ class Worker:
             self._transport.ack(self._consumer.name, self._unacknowledged)
             self._unacknowledged = []
         if not self._at_hand:
-            self._at_hand = self._claim() or self._read()
+            self._at_hand = self._next()
         if not self._at_hand:
             return Counter()
         return self._process()
 
+    def _next(self) -> list[Delivery]:
+        """What others left, or what is new: after a page of the one comes the other, so that neither has to wait."""
+        found = [] if self._claimed else self._claim()
+        self._claimed = bool(found)
+        return found or self._read()
+
     def _process(self) -> Counter[Outcome]:
+        """Process as much of what is at hand (a batch of each stream, maybe) as goes into one transaction."""
         started = time.monotonic()
-        outcomes = self._processor.process(self._at_hand, self._stopping.is_set)
-        done = [d for d, outcome in zip(self._at_hand, outcomes, strict=True) if outcome not in (None, Outcome.RETRY)]
-        left = [d for d, outcome in zip(self._at_hand, outcomes, strict=True) if outcome is None]
-        self._at_hand, self._unacknowledged = left, done
+        batch, rest = self._at_hand[: self._settings.batch_size], self._at_hand[self._settings.batch_size :]
+        outcomes = self._processor.process(batch, self._stopping.is_set, self._progress)
+        done = [d for d, outcome in zip(batch, outcomes, strict=True) if outcome not in (None, Outcome.RETRY)]
+        left = [d for d, outcome in zip(batch, outcomes, strict=True) if outcome is None]
+        self._at_hand, self._unacknowledged = left + rest, done
         counts = Counter(outcome for outcome in outcomes if outcome is not None)
-        self._observe(Outcomes(self._consumer.name, {str(k): n for k, n in counts.items()}, time.monotonic() - started))
+        seconds = time.monotonic() - started
+        self._observe(Outcomes(self._consumer.name, {str(k): n for k, n in counts.items()}, seconds))
+        _log.debug(
+            "a batch of %d in %.3f s: %s",
+            len(batch), seconds, ", ".join(f"{n} {outcome}" for outcome, n in counts.items()), extra={"action": "batch"},
+        )  # fmt: skip
         if done:
             self._transport.ack(self._consumer.name, done)
         self._unacknowledged = []
@@ -182,10 +217,14 @@ class Worker:
             self._open()
         elif time.monotonic() >= self._lanes_due:
             self._check_lanes()
+        if time.monotonic() >= self._names_due:
+            self._names_due = time.monotonic() + _NAMES_SECONDS
+            self._forget_names()
 
     def _open(self) -> None:
         """Make the groups where they are missing, and see which streams can be used and that the lanes agree."""
         unusable = self._transport.open(self._consumer.name, self._streams)
+        self._opened = True
         for stream, error in unusable.items():
             _log.warning(
                 "stream %s cannot be read: %s", stream, error, extra={"action": "stream_failed", "stream": stream}
@@ -216,16 +255,32 @@ class Worker:
                         "set the same for both"
                     )
 
+    def _forget_names(self, names: Sequence[str] = ()) -> None:
+        """Remove names from the group that crashed processes left, and `names`; such as have pending deliveries stay."""
+        for stream in self._streams:
+            try:
+                self._transport.forget_consumers(self._consumer.name, stream, _LEFT_SECONDS, names)
+            except (GroupLost, StreamUnusable) as error:
+                _log.debug("names stay in the group of stream %s: %s", stream, error)
+            except TransportError as error:
+                _log.debug("names stay in the groups: %s", error)
+                return
+
     def _claim(self) -> list[Delivery]:
         if time.monotonic() < self._check_due or self._usable is None:
             return []
         if len(self._usable) < len(self._streams):
             self._open()
+        started = time.monotonic()
         found, missing, more = self._recovery.claim(self._usable)
-        if not more:
-            self._check_due = time.monotonic() + self._settings.check_seconds
+        self._look_seconds += time.monotonic() - started
         if found or missing:
             self._observe(Claimed(self._consumer.name, len(found), missing))
+            self._look_seconds = 0.0
+        if not more:
+            longest = max(self._settings.check_seconds, self._settings.claim_seconds / 4)
+            pause = min(max(self._settings.check_seconds, self._look_seconds * _LOOK_PAUSE), longest)
+            self._check_due, self._look_seconds = time.monotonic() + pause, 0.0
         return found
 
     def _read(self) -> list[Delivery]:
@@ -242,27 +297,28 @@ class Worker:
             return []
 
     def _look_after_ledger(self) -> None:
-        settings = self._settings
         try:
-            opened = self._engine.connect()
-        except sqlalchemy.exc.DBAPIError as error:
-            raise DatabaseUnavailable(f"PostgreSQL: {error.orig}") from error
-        with opened as connection:
-            connection = connection.execution_options(isolation_level="AUTOCOMMIT")
-            raw = connection.connection.driver_connection
-            assert isinstance(raw, psycopg.Connection)
-            schemas.check_revision(raw, "consumer", settings.schema_name)
-            try:
-                self._ledger.make_partitions(raw, settings.ledger_partition_days, settings.ledger_partitions_ahead)
-            except psycopg.errors.InsufficientPrivilege as error:
-                _log.warning(
-                    "cannot make partitions of the ledger, rows stay in the default one: %s",
-                    " ".join(str(error).split()), extra={"action": "partitions_denied"},
-                )  # fmt: skip
+            with self._engine.connect() as connection:
+                driver_connection(connection)
+                connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+                raw = connection.connection.driver_connection
+                assert isinstance(raw, psycopg.Connection)
+                self._check_ledger(raw)
+        except (psycopg.OperationalError, sqlalchemy.exc.OperationalError, sqlalchemy.exc.TimeoutError) as error:
+            raise DatabaseUnavailable(f"PostgreSQL: {brief(error)}") from error
         self._partitions_due = time.monotonic() + _PARTITION_SECONDS
+
+    def _check_ledger(self, raw: psycopg.Connection[Any]) -> None:
+        settings = self._settings
+        schemas.check_revision(raw, "consumer", settings.schema_name)
+        try:
+            self._ledger.make_partitions(raw, settings.ledger_partition_days, settings.ledger_partitions_ahead)
+        except psycopg.errors.InsufficientPrivilege as error:
+            _log.warning(
+                "cannot make partitions of the ledger, rows stay in the default one: %s",
+                " ".join(str(error).split()), extra={"action": "partitions_denied"},
+            )  # fmt: skip
 
 
 def _worth_retrying(error: BaseException) -> bool:
-    return isinstance(
-        error, TransportError | DatabaseUnavailable | psycopg.OperationalError | sqlalchemy.exc.OperationalError
-    )
+    return isinstance(error, TransportError | DatabaseUnavailable) or database_away(error)
