@@ -85,6 +85,7 @@ class _Work:
         fresh: events whose ledger rows it inserted.
         begun: what handlers were called with; the last one may be at it.
         ours: whether the statement at work is the ledger's; otherwise it is a handler's, or the COMMIT.
+        tag: what the transaction can be told by from another (see `Ledger.tag`); None: it cannot.
         ended: a handler ended the transaction by a statement of its own.
     """
 
@@ -92,6 +93,7 @@ class _Work:
     begun: list[_Item] = field(default_factory=list)
     ours: bool = True
     committing: bool = False
+    tag: str | None = None
     ended: bool = False
     misuse: HandlerMisuse | None = None
 
@@ -349,7 +351,10 @@ class Processor:
                 first[event.id] = item
                 item.outcome = Outcome.DUPLICATE
         if first:
+            before = ledger.tag(raw)
             work.fresh = ledger.claim(raw, first)
+            tag = ledger.tag(raw)
+            work.tag = tag if tag != before else None
         fresh = [item for event_id, item in first.items() if event_id in work.fresh]
         for item in fresh:
             item.outcome = Outcome.DEAD if item.letter else Outcome.APPLIED
@@ -435,10 +440,13 @@ class Processor:
                 for item in items:
                     work.begun.append(item)
                     _call(item, session, raw)
+                    # The statement COMMIT cannot be refused, and psycopg begins anew with the next one.
+                    if work.tag is not None and self._ledger.tag(raw) != work.tag:
+                        raise HandlerMisuse("the handler ended the transaction it was given (or set application_name)")
                     progress()
-            except BaseException:
-                # Looked at before anybody rolls back. The statement COMMIT cannot be refused.
-                work.ended = raw.info.transaction_status == TransactionStatus.IDLE
+            except BaseException:  # looked at before anybody rolls back
+                idle = raw.info.transaction_status == TransactionStatus.IDLE
+                work.ended = idle or (work.tag is not None and self._ledger.tag(raw) != work.tag)
                 raise
 
 

@@ -357,6 +357,10 @@ ENDINGS: dict[str, Callable[[Any], Any]] = {
     "commit": lambda execute: execute("COMMIT"),
     "commit and fail": lambda execute: [execute("COMMIT"), 1 / 0],
     "end": lambda execute: execute("END"),
+    "commit and go on": lambda execute: [execute("COMMIT"), execute("SELECT 1")],
+    "commit and begin": lambda execute: [execute("COMMIT"), execute("BEGIN")],
+    "commit and chain": lambda execute: execute("COMMIT AND CHAIN"),
+    "commit, go on and fail": lambda execute: [execute("COMMIT"), execute("SELECT 1 / 0")],
 }
 
 
@@ -407,10 +411,25 @@ def test_the_statement_commit_loses_no_other_event(
     assert processor.process(older) == [STALE]
 
 
-def test_the_statement_rollback_applies_nothing(database: Database, engine: sqlalchemy.Engine) -> None:
-    consumer = bad(lambda event, session: session.execute(text("ROLLBACK")))
+@pytest.mark.parametrize("statements", [["ROLLBACK"], ["ROLLBACK", "SELECT 1"], ["ROLLBACK AND CHAIN"]])
+def test_the_statement_rollback_applies_nothing(
+    statements: list[str], database: Database, engine: sqlalchemy.Engine
+) -> None:
+    consumer = bad(lambda event, session: [session.execute(text(statement)) for statement in statements])
     assert Processor(consumer, engine).process(three()) == [APPLIED, RETRY, APPLIED]
     assert (database.effects, database.processed) == (2, {"applied": 2})
+
+
+def test_savepoints_and_settings_do_not_end_the_transaction(database: Database, engine: sqlalchemy.Engine) -> None:
+    def handler(event: Envelope, session: Any) -> None:
+        session.execute(text("SET LOCAL statement_timeout = '9s'"))
+        with suppress(sqlalchemy.exc.DBAPIError), session.begin_nested():
+            session.execute(text("SELECT 1 / 0"))
+        credit(event, session)
+
+    assert Processor(bad(handler), engine).process(three()) == [APPLIED] * 3
+    with engine.connect() as connection:  # the mark has gone with the transaction
+        assert connection.execute(text("SHOW application_name")).scalar() == "handlers"
 
 
 # --- the log -----------------------------------------------------------------------------------------------------------
