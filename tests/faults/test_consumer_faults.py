@@ -348,7 +348,7 @@ def test_o_20_nothing_is_acknowledged_while_postgresql_is_down(
     schema.upgrade(postgres.url, "consumer")
     with ExitStack() as stack:
         site = Site(postgres.url, own_valkey().url, tmp_path, stack)
-        process = site.consumer()
+        process = site.run("consumer", "run", "shop:wallet", "--log-level", "debug")  # where every try is told
         site.add(1)
         site.settled(1)
         postgres.kill()
