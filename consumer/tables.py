@@ -1,4 +1,6 @@
-"""The consumer's tables as SQLAlchemy sees them, for users' own alembic (`metadata`). The migrations make them."""
+"""The consumer's tables as SQLAlchemy sees them, for users who look at them with it (`metadata`).
+
+The migrations make them."""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from outbox.settings import check_schema
 
 @lru_cache(maxsize=256)
 def metadata(schema: str = "public") -> MetaData:
-    """MetaData of the consumer's tables in `schema`; add it to your alembic ``target_metadata``.
+    """MetaData of the consumer's tables in `schema`. What keeps autogenerate calm is `outbox.schema.include_object`.
 
     Raises:
         SettingsError: `schema` is not a name that can be used.

@@ -10,7 +10,6 @@ import logging
 import os
 import secrets
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -27,14 +26,14 @@ from consumer.process import DatabaseUnavailable, Outcome, Processor, brief, dri
 from consumer.settings import ConsumerSettings
 from outbox import schema as schemas
 from outbox.errors import GroupLost, SettingsError, StreamUnusable, TransportError
-from outbox.retry import database_away, until_done
+from outbox.retry import Stop, database_away, until_done
 from outbox.telemetry import Claimed, Observer, Outcomes, guarded
 from outbox.transport import Delivery, StreamTransport, Transport
-from outbox.transport.base import streams_of
+from outbox.transport.base import side_stream, streams_of
 
 _log = logging.getLogger(__name__)
 
-_PARTITION_SECONDS = 3600.0
+_PARTITION_SECONDS = 60.0
 _LANES_SECONDS = 10.0
 #: How often names are looked for that processes left in the group, and after how long idle they are taken for left.
 _NAMES_SECONDS = 60.0
@@ -87,11 +86,11 @@ class Worker:
         self._name = settings.process_name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._streams = [
             stream for topic in consumer.topics for stream in streams_of(topic, settings.lanes.get(topic, 1))
-        ]
+        ] + [side_stream(topic, consumer.name) for topic in consumer.topics]
         self._recovery = Recovery(
             self._transport, consumer.name, self._name, settings.claim_seconds, settings.batch_size
         )
-        self._stopping = threading.Event()
+        self._stopping = Stop()
         self._usable: list[str] | None = None  # None: the groups are to be made
         self._opened = False  # our name may be in them
         self._at_hand: list[Delivery] = []

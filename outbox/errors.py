@@ -1,4 +1,4 @@
-"""Every error of the product. One root; each error carries its data and says whether trying again can help.
+"""The errors of both packages. One root; each error carries its data and says whether trying again can help.
 
 Foreign errors (psycopg, SQLAlchemy, redis) are translated where they are met: by SQLSTATE or by the error code that a
 Redis reply starts with, never by the text of a message. The cause is always kept as ``__cause__``.
@@ -83,6 +83,8 @@ class StaleRelay(OutboxError):
         stream: the stream.
         epoch: the stream's epoch.
     """
+
+    retryable = True  # a failover may still be under way
 
     def __init__(self, stream: str, epoch: int, ours: int) -> None:
         super().__init__(

@@ -15,7 +15,6 @@ Any number of relays may run. Sealing decides: the one that loses a number stand
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,10 +26,24 @@ import psycopg
 
 from outbox import schema as schemas
 from outbox.envelope import Run, wire
-from outbox.errors import AlreadySealed, StaleRelay, TransportError, TransportUnavailable
-from outbox.retry import database_away, until_done
+from outbox.errors import AlreadySealed, OutboxError, SettingsError, StaleRelay, TransportError, TransportUnavailable
+from outbox.retention import drop_old
+from outbox.retry import Stop, database_away, until_done
 from outbox.settings import RelaySettings
-from outbox.store import BEGINNING, KEY, POSITION, TOPIC, Batch, Connection, Group, Row, Store, StreamPart, Window
+from outbox.store import (
+    BEGINNING,
+    KEY,
+    POSITION,
+    TOPIC,
+    Batch,
+    Connection,
+    Group,
+    Row,
+    Store,
+    StreamHead,
+    StreamPart,
+    Window,
+)
 from outbox.telemetry import (
     Observer,
     Published,
@@ -50,6 +63,9 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _PARTITION_SECONDS = 5.0
+_RETENTION_SECONDS = 60.0
+#: Longest turn of a stream that is brought up to date, and shortest of sealing and publishing what is new beside it.
+_CATCH_UP_SECONDS = 0.25
 #: Memory goes on being full until so much less of it is used.
 _RESUME_BELOW = 0.05
 _PAUSED = {
@@ -86,6 +102,7 @@ class _Stream:
     marker: Marker | None = None
     current: bool = False  # the marker is that of the newest sealed batch
     acked: dict[str, int] = field(default_factory=dict)  # by group: the batch up to which all is acknowledged
+    inspected: bool = False  # its groups are known
     length: int = 0  # entries when it was looked at, and those published since
     paused: str | None = None  # why
 
@@ -93,6 +110,13 @@ class _Stream:
     def needed(self) -> int:
         """The batch after which some group still needs everything; 0 where no group is known."""
         return min(self.acked.values(), default=0)
+
+    @property
+    def settled(self) -> float:
+        """The batch up to which it is published and acknowledged by every group that is known."""
+        if not self.current or not self.inspected:
+            return 0
+        return self.needed if self.acked and self.needed < self.seq else float("inf")
 
 
 @dataclass(slots=True)
@@ -123,7 +147,7 @@ class Relay:
         )
         self._observe = guarded(observer)
         self._store = Store(settings.schema_name)
-        self._stopping = threading.Event()
+        self._stopping = Stop()
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="outbox-seal")
         self._connection: Connection | None = None
         self._epoch = 1
@@ -134,7 +158,9 @@ class Relay:
         self._check_due = 0.0
         self._partitions_due = 0.0
         self._groups_due = 0.0
+        self._retention_due = 0.0
         self._memory_full = False
+        self._bytes = 0  # published since the memory was looked at
 
     # --- running ---
 
@@ -143,6 +169,7 @@ class Relay:
 
         Raises:
             SchemaError: the tables are missing or of another revision.
+            SettingsError: a topic is set to another number of lanes than it has.
         """
         pause = self._settings.poll_min_seconds
         try:
@@ -161,7 +188,7 @@ class Relay:
                 self._beat()
                 if counts.standing_by:
                     pause = self._settings.check_seconds
-                elif counts.sealed:
+                elif counts.sealed or counts.repaired:
                     pause = self._settings.poll_min_seconds
                 else:
                     pause = min(max(pause, self._settings.poll_min_seconds) * 1.5, self._settings.poll_max_seconds)
@@ -181,7 +208,6 @@ class Relay:
 
     def _failed(self, _error: BaseException) -> None:
         self._disconnect()
-        self._beat()
 
     def _beat(self) -> None:
         if self._settings.heartbeat_file:
@@ -196,7 +222,7 @@ class Relay:
             psycopg.OperationalError: PostgreSQL cannot be reached or cannot work.
             TransportUnavailable: Redis cannot be reached or cannot work.
             StaleRelay: this database is not the one that publishes now.
-            SchemaError: the tables are missing or of another revision.
+            SchemaError, SettingsError: see `run`.
         """
         counts = Counts()
         try:
@@ -208,6 +234,8 @@ class Relay:
             if time.monotonic() >= self._groups_due:
                 self._look_after_streams(counts)
             self._drain(counts)
+            if time.monotonic() >= self._retention_due:
+                self._drop_old()
         except AlreadySealed:
             # Somebody else is at work. Everything believed is forgotten, and read again next time.
             self._observe(StandBy(self._seq + 1))
@@ -222,12 +250,12 @@ class Relay:
     def _drain(self, counts: Counts) -> None:
         """Seal and publish until nothing is new or a look at the streams is due; the next batch is read and sealed while
         one is published."""
+        until = max(min(self._check_due, self._groups_due), time.monotonic() + _CATCH_UP_SECONDS)
         sealed = self._seal_next()
         while sealed is not None:
             counts.sealed += sealed.batch.events
             self._beat()
-            due = time.monotonic() >= min(self._check_due, self._groups_due)
-            last = self._stopping.is_set() or due
+            last = self._stopping.is_set() or time.monotonic() >= until
             ahead = None if last else self._ahead.submit(self._seal_next)
             try:
                 self._publish(sealed, counts)
@@ -245,13 +273,17 @@ class Relay:
             self._make_partitions(connection)
         if self._loaded:
             return
+        if self._store.is_foreign(connection):
+            self._rebase(connection)
         self._epoch = self._store.epoch(connection)
         newest = self._store.newest(connection)
         self._seq = newest.seq if newest else 0
         self._window = newest.rest if newest else Window(BEGINNING, BEGINNING, 0, False)
         known = self._streams
         self._streams = {}
-        for head in self._store.heads(connection):
+        heads = self._store.heads(connection)
+        self._check_lanes(heads)
+        for head in heads:
             before = known.get(head.stream, _Stream())
             self._streams[head.stream] = _Stream(head.seq, head.token, length=before.length, paused=before.paused)
         self._load_groups(connection)
@@ -274,19 +306,48 @@ class Relay:
                 extra={"action": "partitions_denied"},
             )
 
+    def _check_lanes(self, heads: list[StreamHead]) -> None:
+        """See that no topic is spread over another number of lanes than before.
+
+        A consumer that reads the new lanes would not read what is left in the old ones, and one key would be in two.
+
+        Raises:
+            SettingsError: one is.
+        """
+        for head in heads:
+            topic = topic_of(head.stream)
+            wanted = self._settings.lanes.get(topic, 1)
+            if head.lanes != wanted:
+                raise SettingsError(
+                    f"OUTBOX_LANES: topic {topic} is spread over {head.lanes} lanes, and is now set to {wanted}; the lanes "
+                    "of a topic cannot be changed while the outbox keeps events of it. Use a new topic"
+                )
+
+    def _rebase(self, connection: Connection) -> None:
+        events = self._store.rebase(connection)
+        _log.error(
+            "this database was restored into another cluster, whose transaction ids are smaller: all %d events of the "
+            "outbox are published again in a new epoch; consumers recognise what they have done",
+            events, extra={"action": "rebased", "events": events},
+        )  # fmt: skip
+
     # --- sealing ---
 
     def _seal_next(self) -> _Sealed | None:
         """Read the next page of the outbox and seal it; None if nothing is new."""
         connection, settings = self._connect(), self._settings
-        window = self._window if self._window.open else self._store.advance(connection, self._window)
-        self._window = window
-        if not window.open:
-            return None
-        rows, done = self._store.page(connection, window, settings.batch_rows, settings.batch_bytes)
+        if self._window.open:
+            rows, done = self._store.page(connection, self._window, settings.batch_rows, settings.batch_bytes)
+            if not rows:  # the batch before happened to end with the window
+                self._window = replace(self._window, prev=self._window.snap, open=False)
+        if not self._window.open:
+            self._window = self._store.advance(connection, self._window)
+            if not self._window.open:
+                return None
+            rows, done = self._store.page(connection, self._window, settings.batch_rows, settings.batch_bytes)
         if not rows:
-            self._window = replace(window, prev=window.snap, open=False)
             return None
+        window = self._window
         streams = _by_stream(rows, settings.lanes)
         parts = [StreamPart(name, settings.lanes.get(topic_of(name), 1), len(some)) for name, some in streams.items()]
         batch = Batch(
@@ -327,9 +388,11 @@ class Relay:
             if answer == part.marker:
                 stream.marker = answer
                 stream.length += part.events
+                self._count_bytes(part)
                 self._pause_if_long(part.stream, stream)
                 counts.published += part.events
                 self._observe(Published(part.stream, batch.seq, part.events, False, time.monotonic() - started))
+                _log.debug("batch %d published: %d events to %s", batch.seq, part.events, part.stream)
                 continue
             stream.current = False
             self._check_due = 0.0
@@ -344,7 +407,7 @@ class Relay:
         """Look at every stream's marker, and mend what is behind."""
         if not self._streams:
             return
-        markers = self._transport.markers(list(self._streams))
+        markers, until = self._transport.markers(list(self._streams)), time.monotonic() + _CATCH_UP_SECONDS
         for name, found in markers.items():
             stream = self._streams[name]
             if isinstance(found, TransportError):
@@ -352,19 +415,21 @@ class Relay:
                 self._blame(name, found)
                 if isinstance(found, TransportUnavailable):
                     raise found
-            elif stream.paused:
-                stream.current, stream.marker = False, found
-            elif found is None and 0 < stream.seq <= stream.needed:
-                stream.current, stream.marker = True, None  # it lost nothing that anybody needs
-            elif found is None or (found.seq, found.token) != (stream.seq, stream.token):
+                continue
+            current = found is not None and (found.seq, found.token) == (stream.seq, stream.token)
+            if found is None and 0 < stream.seq <= stream.needed:
+                current = True  # it lost nothing that anybody needs
+            stream.current = current and not stream.paused
+            stream.marker = found if current or stream.paused else stream.marker
+            behind = not current or (found is not None and found.epoch != self._epoch)
+            if stream.paused or not behind:
+                continue
+            if time.monotonic() >= until or self._stopping.is_set():
                 stream.current = False
-                self._catch_up(name, stream, found, counts)
-            else:
-                stream.current, stream.marker = True, found
-                if found.epoch != self._epoch:
-                    self._catch_up(name, stream, found, counts)
-            if self._stopping.is_set():
-                return
+                self._check_due = 0.0
+                continue
+            self._streams[name] = self._streams.pop(name)  # next time it is the others' turn first
+            self._catch_up(name, stream, found, counts)
 
     def _catch_up(
         self, name: str, stream: _Stream, found: Marker | None, counts: Counts, after: int | None = None
@@ -386,7 +451,8 @@ class Relay:
                 rows = self._store.read_again(connection, batch, topic_of(name))
                 rows = _by_stream(rows, {topic_of(name): share.lanes}).get(name, [])
                 marker = Marker(self._epoch, batch.seq, batch.token)
-                (answer,) = self._transport.publish([self._part(share, found, marker, wire(rows, batch.seq))])
+                part = self._part(share, found, marker, wire(rows, batch.seq))
+                (answer,) = self._transport.publish([part])
                 self._beat()
                 if isinstance(answer, TransportError):
                     stream.current = False
@@ -401,22 +467,28 @@ class Relay:
                 found, after = marker, batch.seq
                 repaired += len(rows)
                 stream.length += len(rows)
+                self._count_bytes(part)
+                if len(rows) != share.events:
+                    self._lost_rows(name, batch.seq, share.events - len(rows))
                 self._observe(Published(name, batch.seq, len(rows), True, time.monotonic() - started))
                 self._pause_if_long(name, stream)
-                if self._stopping.is_set() or stream.paused:
+                late = time.monotonic() - started >= _CATCH_UP_SECONDS
+                if late or stream.paused or self._stopping.is_set():
+                    # The others have their turn now; what is left of this one follows in the next round.
+                    self._check_due = 0.0
                     counts.repaired += repaired
                     return
         counts.repaired += repaired
-        if found is not None and found.epoch < self._epoch:  # nothing to publish, but the stream is in our epoch now
-            stamped = Marker(self._epoch, found.seq, found.token)
-            (answer,) = self._transport.publish([Part(name, found, stamped, [])])
-            if answer != stamped:
-                return
-            found = stamped
-        stream.marker = found
-        stream.current = True
         if found is not None and found.seq > stream.seq:  # another relay sealed and published meanwhile
             stream.seq, stream.token = found.seq, found.token
+        newest = Marker(self._epoch, stream.seq, stream.token)
+        if found is not None and found != newest:  # nothing is left to publish, but the marker is to say so
+            (answer,) = self._transport.publish([Part(name, found, newest, [])])
+            if answer != newest:
+                return
+            found = newest
+        stream.marker = found
+        stream.current = True
         if repaired:
             _log.info(
                 "stream %s brought up to batch %d: %d events published again or late",
@@ -439,7 +511,7 @@ class Relay:
             if found.epoch > self._epoch:
                 raise StaleRelay(name, found.epoch, self._epoch)
         if self._store.token(connection, found.seq) == found.token:
-            return found.seq
+            return max(found.seq, self._streams[name].needed)
         oldest = self._store.oldest_seq(connection)
         if oldest is not None and found.seq < oldest:
             return found.seq
@@ -484,7 +556,7 @@ class Relay:
                 continue
             if state.trimmed:
                 self._observe(Trimmed(name, state.trimmed))
-            stream.length = state.length
+            stream.length, stream.inspected = state.length, True
             seen = [Group(name, group.name, min(group.acked or 0, stream.seq)) for group in state.groups]
             if state.missing and stream.marker is not None and not stream.paused:
                 self._replace_missing(name, stream, state.missing, counts)
@@ -507,7 +579,41 @@ class Relay:
         if stream.current and stream.marker is not None:  # also where nothing was to be published: count anew from here
             self._transport.publish([Part(name, stream.marker, stream.marker, [])])
 
+    def _count_bytes(self, part: Part) -> None:
+        self._bytes += sum(len(data) for run in part.runs for data in run.columns[0])
+        if self._bytes > self._settings.batch_bytes:
+            self._check_memory()
+
+    def _drop_old(self) -> None:
+        """See `outbox.retention`: up to the batch that every stream has and every group has acknowledged."""
+        self._retention_due = time.monotonic() + _RETENTION_SECONDS
+        connection = self._connect()
+        seq = min((stream.settled for stream in self._streams.values()), default=float("inf"))
+        if seq >= self._seq and not self._window.open:
+            settled, before = self._window, self._seq
+        elif batch := self._store.batch_up_to(connection, int(min(seq, self._seq))):
+            settled, before = batch.rest, batch.seq
+        else:
+            return
+        try:
+            dropped = drop_old(self._store, connection, settled, before, self._settings.retention_seconds)
+        except psycopg.errors.InsufficientPrivilege as error:
+            self._retention_due = time.monotonic() + 600
+            _log.warning(
+                "cannot drop what is older than OUTBOX_RETENTION_SECONDS: %s", _one_line(error),
+                extra={"action": "retention_denied"},
+            )  # fmt: skip
+            return
+        if dropped.partitions or dropped.rows or dropped.batches:
+            self._retention_due = 0.0  # there may be more
+            _log.info(
+                "dropped partitions %s, %d rows of the default one, %d batches",
+                ", ".join(dropped.partitions) or "none", dropped.rows, dropped.batches,
+                extra={"action": "dropped_old", "partitions": len(dropped.partitions)},
+            )  # fmt: skip
+
     def _check_memory(self) -> None:
+        self._bytes = 0
         share = self._transport.memory_share()
         limit = self._settings.max_memory_share - (_RESUME_BELOW if self._memory_full else 0)
         self._memory_full = share is not None and share > limit
@@ -545,6 +651,12 @@ class Relay:
             self._check_due = 0.0
             _log.info("stream %s goes on", name, extra={"action": "stream_resumed", "stream": name})
         self._observe(StreamPaused(name, reason))
+
+    def _lost_rows(self, name: str, seq: int, rows: int) -> None:
+        _log.error(
+            "batch %d of stream %s lacks %d events that were sealed: somebody deletes rows of the outbox",
+            seq, name, rows, extra={"action": "rows_missing", "stream": name, "batch": seq, "rows": rows},
+        )  # fmt: skip
 
     def _blame(self, name: str, error: TransportError) -> None:
         _log.warning(
@@ -587,7 +699,7 @@ def _settled(result: Callable[[], T]) -> T | BaseException:
 
 
 def _worth_retrying(error: BaseException) -> bool:
-    return database_away(error) or isinstance(error, TransportError | StaleRelay)
+    return database_away(error) or (isinstance(error, OutboxError) and error.retryable)
 
 
 def _one_line(error: BaseException | None) -> str:

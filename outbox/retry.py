@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import random
-import threading
 import time
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -19,6 +20,33 @@ _REMIND_SECONDS: Final = 30.0
 #: SQLSTATEs (or their classes) that say something about the server, not about the statement: connection (08), resources
 #: (53), operator's intervention and shutdown (57P), system (58), and a server that has become a read-only replica.
 _AWAY: Final = ("08", "53", "57P", "58", "25006")
+
+
+class Stop:
+    """A request to stop that a signal handler may make: unlike `threading.Event`, whose lock the interrupted thread may hold.
+
+    For one thread that waits.
+    """
+
+    def __init__(self) -> None:
+        self._stopped = False
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        """Ask to stop."""
+        self._stopped = True
+        self._wake.put(None)  # reentrant, as its documentation promises
+
+    def is_set(self) -> bool:
+        """Whether somebody has asked."""
+        return self._stopped
+
+    def wait(self, seconds: float) -> bool:
+        """Pause for so long, or until somebody asks; whether somebody has."""
+        if not self._stopped:
+            with contextlib.suppress(queue.Empty):
+                self._wake.get(timeout=seconds)
+        return self._stopped
 
 
 def database_away(error: BaseException | None) -> bool:
@@ -36,7 +64,7 @@ def until_done(
     *,
     worth_retrying: Callable[[BaseException], bool],
     longest_pause_seconds: float,
-    stopping: threading.Event,
+    stopping: Stop,
     failed: Callable[[BaseException], None],
     log: logging.Logger,
     who: str,
@@ -71,12 +99,15 @@ def until_done(
         )  # fmt: skip
         failed(error)
 
+    def pause(seconds: float) -> None:
+        stopping.wait(seconds)
+
     grow = tenacity.wait_exponential(multiplier=_FIRST_PAUSE_SECONDS, max=longest_pause_seconds)
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception(worth_retrying),
-        wait=lambda state: grow(state) * random.uniform(0.75, 1),  # noqa: S311 - no secret
-        stop=tenacity.stop_when_event_set(stopping),
-        sleep=tenacity.sleep_using_event(stopping),
+        wait=lambda state: grow(state) * random.uniform(0.75, 1),
+        stop=lambda state: stopping.is_set(),
+        sleep=pause,
         before_sleep=before_sleep,
     )
     try:

@@ -131,12 +131,29 @@ def check_revision(connection: psycopg.Connection[Any], branch: Branch, schema: 
         row = None
     found = row[0] if row else None
     if found is None:
-        raise SchemaError(f"schema {schema!r} has no {branch} tables; run: {branch} migrate")
+        raise SchemaError(f"schema {schema!r} has no {branch} tables; run: {_migrate(branch, schema)}")
     if found != wanted:
         raise SchemaError(
-            f"schema {schema!r} is at revision {found}, this version needs {wanted}; run: {branch} migrate "
+            f"schema {schema!r} is at revision {found}, this version needs {wanted}; run: {_migrate(branch, schema)} "
             "(or update this program, if the schema is the newer one)"
         )
+
+
+def _migrate(branch: Branch, schema: str) -> str:
+    return f"{branch} migrate" if schema == "public" else f"{branch} migrate --schema {schema!r}"
+
+
+_OURS = re.compile(
+    r"outbox(_batch|_stream|_epoch|_group|_default|_schema_version|_\d+_\d+)?|consumer_schema_version|entity_versions"
+    r"|dead_letters|processed_messages(_default|_\d+_\d+)?"
+)
+
+
+def include_object(item: Any, name: str | None, kind: str, _reflected: bool = True, _compared: Any = None) -> bool:
+    """For ``context.configure(include_object=…)`` in an alembic of your own: autogenerate leaves the tables of both sides
+    alone (partitions, version tables and indexes included). `outbox migrate` and `consumer migrate` look after them."""
+    table = name if kind == "table" else getattr(getattr(item, "table", None), "name", None)
+    return table is None or not _OURS.fullmatch(table)
 
 
 # --- partitions ----------------------------------------------------------------------------------------------------
@@ -181,8 +198,9 @@ def make_partitions(
 
     Rows of the range that went to the default partition are moved in the same transaction, since PostgreSQL would refuse
     the partition otherwise; where they are more than `MOVED_ROWS`, the range is left to the default partition, since
-    writers would have to wait. Nobody waits for more than about a quarter of a second: what needs longer is left for the
-    next call. Safe when many processes do it at once.
+    writers would have to wait. Locks are waited for for a quarter of a second and held for the move and for PostgreSQL's
+    look through the default partition, a second at most: what needs longer is left for the next call. Safe when many
+    processes do it at once.
 
     Args:
         connection: in autocommit mode.
@@ -226,7 +244,8 @@ def _make_partition(connection: psycopg.Connection[Any], schema: str, table: str
         return connection.execute(sql.SQL(statement).format(**parts))
 
     with connection.transaction():
-        connection.execute("SET LOCAL lock_timeout = '250ms'; SET LOCAL statement_timeout = '1s'")
+        connection.execute("SET LOCAL lock_timeout = '250ms'")
+        connection.execute("SET LOCAL statement_timeout = '1s'")
         connection.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (f"partitions {schema} {table}",))
         if wanted.name in existing_partitions(connection, schema, table):
             return False

@@ -88,7 +88,7 @@ def _schema(value: str) -> str:
 def _lanes(value: object) -> object:
     if isinstance(value, str):
         pairs = [item.partition("=") for item in value.split(",") if item.strip()]
-        if not all(sep and count.strip().isdigit() for _, sep, count in pairs):
+        if not all(sep and count.strip().isascii() and count.strip().isdigit() for _, sep, count in pairs):
             raise ValueError("must look like payments=8,orders=2")
         value = {topic.strip(): int(count) for topic, _, count in pairs}
     if isinstance(value, dict):
@@ -131,7 +131,7 @@ class Settings(BaseSettings):
         validation_alias=AliasChoices("key_prefix", "OUTBOX_KEY_PREFIX"),
     )
     #: Lanes (streams) a topic is spread over by hash of the key: ``payments=8,orders=2``. Relay and consumers
-    #: share ``OUTBOX_LANES``; a consumer checks it against what the relay wrote beside the stream. Default: one lane each.
+    #: share ``OUTBOX_LANES``, and both see that it is not changed while events are kept. Default: one lane each.
     lanes: Lanes = Field(default_factory=dict, validation_alias=AliasChoices("lanes", "OUTBOX_LANES"))
     #: Longest time to wait for Redis' answer, in seconds, beyond what a blocking read waits by itself. Default 5.
     redis_timeout_seconds: float = Field(default=5 * _SECOND, gt=0, le=300)
@@ -148,11 +148,15 @@ class Settings(BaseSettings):
             raise SettingsError("; ".join(self._explain(dict(item)) for item in error.errors())) from None
 
     @classmethod
+    def variable(cls, field: str) -> str:
+        """The environment variable of a field."""
+        alias = cls.model_fields[field].validation_alias
+        return str(alias.choices[-1]) if isinstance(alias, AliasChoices) else cls.prefix + field.upper()
+
+    @classmethod
     def _explain(cls, item: dict[str, Any]) -> str:
         name = str(item["loc"][0]) if item["loc"] else ""
-        shown = name.upper()
-        if shown.lower() in cls.model_fields and shown not in ("DATABASE_URL", "REDIS_URL"):
-            shown = cls.prefix + shown.removesuffix("_NAME")
+        shown = cls.variable(name) if name in cls.model_fields else name.upper()
         rule = item["msg"].removeprefix("Value error, ")
         if item["type"] == "missing":
             rule = "is not set"
@@ -172,7 +176,7 @@ class RelaySettings(Settings):
     #: Payload bytes after which a batch ends (the event that reaches it is still part of it). Default 4 MiB.
     batch_bytes: int = Field(default=4 * DEFAULT_MAX_PAYLOAD_BYTES, ge=1024, le=64 * DEFAULT_MAX_PAYLOAD_BYTES)
     #: Shortest and longest pause between looks at the outbox, in seconds; the pause grows while nothing comes. A look at
-    #: an idle outbox costs two index probes. Defaults 0.005 and 0.1.
+    #: an idle outbox costs two index probes a partition. Defaults 0.005 and 0.1.
     poll_min_seconds: float = Field(default=0.005, gt=0, le=10)
     poll_max_seconds: float = Field(default=0.1, gt=0, le=60)
     #: How often the streams' markers are looked at, so that a loss in Redis is repaired without waiting for the next

@@ -46,6 +46,13 @@ _ROW: Final = (
 _IN_WINDOW: Final = (
     "NOT pg_visible_in_snapshot(xid, %(prev)s::pg_snapshot) AND pg_visible_in_snapshot(xid, %(snap)s::pg_snapshot)"
 )
+_SELECTED: Final = (
+    "position > %(after)s AND (%(topic)s::text IS NULL OR topic = %(topic)s)"
+    " AND (%(key)s::text IS NULL OR key = %(key)s) AND (%(type)s::text IS NULL OR type = %(type)s)"
+    " AND (%(ids)s::uuid[] IS NULL OR event_id = ANY (%(ids)s::uuid[]))"
+    " AND (%(since)s::timestamptz IS NULL OR created_at >= %(since)s)"
+    " AND (%(until)s::timestamptz IS NULL OR created_at < %(until)s)"
+)
 _BATCH: Final = "b.seq, b.token::text, b.epoch, b.prev::text, b.snap::text, b.after, b.last, b.done, b.events"
 
 
@@ -104,11 +111,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class StreamHead:
-    """The newest batch that a stream is made of."""
+    """The newest batch that a stream is made of, and over how many lanes its topic was spread then."""
 
     stream: str
     seq: int
     token: str
+    lanes: int
 
 
 class Store:
@@ -120,6 +128,7 @@ class Store:
             "batch": sql.SQL(_BATCH),
             "row": sql.SQL(_ROW),
             "in_window": sql.SQL(_IN_WINDOW),
+            "selected": sql.SQL(_SELECTED),
         } | {
             name: sql.Identifier(schema, name)
             for name in ("outbox", "outbox_batch", "outbox_stream", "outbox_epoch", "outbox_group")
@@ -247,11 +256,8 @@ class Store:
         return replace(batch, token=row[0])
 
     def newest(self, connection: Connection) -> Batch | None:
-        """The newest sealed batch. Walks outbox_batch_pkey backwards."""
-        row = connection.execute(
-            self._sql("SELECT {batch} FROM {outbox_batch} b ORDER BY b.seq DESC LIMIT 1")
-        ).fetchone()
-        return Batch(*row) if row else None
+        """The newest sealed batch."""
+        return self.batch_up_to(connection, 2**63 - 1)
 
     def oldest_seq(self, connection: Connection) -> int | None:
         """The oldest batch that is still there. Walks outbox_batch_pkey."""
@@ -288,9 +294,10 @@ class Store:
                 SELECT (SELECT stream FROM {outbox_stream} s WHERE s.stream > streams.stream ORDER BY stream LIMIT 1)
                 FROM streams WHERE stream IS NOT NULL
             )
-            SELECT streams.stream, head.seq, b.token::text
+            SELECT streams.stream, head.seq, b.token::text, head.lanes
             FROM streams,
-                 LATERAL (SELECT max(seq) AS seq FROM {outbox_stream} s WHERE s.stream = streams.stream) head
+                 LATERAL (SELECT seq, lanes FROM {outbox_stream} s WHERE s.stream = streams.stream
+                          ORDER BY seq DESC LIMIT 1) head
                  JOIN {outbox_batch} b ON b.seq = head.seq
             WHERE streams.stream IS NOT NULL
             """)
@@ -350,6 +357,207 @@ class Store:
             self._sql("INSERT INTO {outbox_epoch} (epoch) VALUES (%s) ON CONFLICT (epoch) DO NOTHING"), (epoch,)
         )
 
+    # --- replay ---
+
+    def select(self, connection: Connection, parameters: dict[str, Any]) -> list[Row]:
+        """Up to `limit` committed rows at positions above `after` that fit `topic`, `key`, `type`, `ids`, `since` and
+        `until` (None fits all). Walks the primary key: the outbox has no index for these, and writers no price to pay."""
+        return self._rows(
+            connection,
+            self._sql("SELECT data, {row} FROM {outbox} WHERE {selected} ORDER BY position LIMIT %(limit)s"),
+            parameters,
+        )
+
+    def count(self, connection: Connection, parameters: dict[str, Any]) -> int:
+        """How many rows `select` would find. Reads the whole outbox above `after`."""
+        row = connection.execute(self._sql("SELECT count(*) FROM {outbox} WHERE {selected}"), parameters).fetchone()
+        assert row is not None
+        return int(row[0])
+
+    # --- status ---
+
+    def unsealed(self, connection: Connection, limit: int) -> dict[str, tuple[int, float]]:
+        """By topic: how many committed events are not sealed yet (counted up to `limit` in all), and the age of the oldest
+        in seconds. Walks outbox_xid from the newest batch's snapshot on."""
+        newest = self.newest(connection)
+        rest = newest.rest if newest else Window(BEGINNING, BEGINNING, 0, False)
+        rows = connection.execute(
+            self._sql("""
+            SELECT topic, count(*), extract(epoch FROM clock_timestamp() - min(created_at))::float8
+            FROM (
+                SELECT topic, created_at FROM {outbox}
+                WHERE xid >= pg_snapshot_xmin(%(prev)s::pg_snapshot)
+                  AND NOT pg_visible_in_snapshot(xid, %(prev)s::pg_snapshot)
+                  AND NOT (pg_visible_in_snapshot(xid, %(snap)s::pg_snapshot) AND position <= %(after)s)
+                LIMIT %(limit)s
+            ) backlog GROUP BY topic
+            """),
+            {"prev": rest.prev, "snap": rest.snap, "after": rest.after, "limit": limit},
+        )
+        return {topic: (count, age) for topic, count, age in rows}
+
+    def group_ages(self, connection: Connection) -> dict[tuple[str, str], float]:
+        """By stream and group: seconds since `acked` last moved."""
+        rows = connection.execute(
+            self._sql("""
+            SELECT stream, name, extract(epoch FROM clock_timestamp() - acked_at)::float8 FROM {outbox_group}
+            """)
+        )
+        return {(stream, name): age for stream, name, age in rows}
+
+    def sealed_age(self, connection: Connection, seq: int) -> float | None:
+        """Seconds since a batch was sealed; None: it is not there. Uses outbox_batch_pkey."""
+        row = connection.execute(
+            self._sql("""
+            SELECT extract(epoch FROM clock_timestamp() - sealed_at)::float8 FROM {outbox_batch} WHERE seq = %s
+            """),
+            (seq,),
+        ).fetchone()
+        return float(row[0]) if row else None
+
+    def relays(self, connection: Connection) -> int:
+        """Relays that are connected to this database (of a role whose activity we may see)."""
+        row = connection.execute("""
+            SELECT count(*) FROM pg_catalog.pg_stat_activity
+            WHERE application_name = 'outbox relay' AND datname = pg_catalog.current_database()
+        """).fetchone()
+        assert row is not None
+        return int(row[0])
+
+    # --- retention ---
+
+    def batch_up_to(self, connection: Connection, seq: int) -> Batch | None:
+        """The newest batch up to `seq`. Walks outbox_batch_pkey backwards."""
+        row = connection.execute(
+            self._sql("SELECT {batch} FROM {outbox_batch} b WHERE b.seq <= %s ORDER BY b.seq DESC LIMIT 1"), (seq,)
+        ).fetchone()
+        return Batch(*row) if row else None
+
+    def drop_partition(self, connection: Connection, settled: Window, keep_seconds: float) -> str | None:
+        """Drop the oldest partition if it is full, all of its rows are settled and its last one is older than
+        `keep_seconds`; returns its name. Settled is what is visible in the window's `snap`, if the window is open: up to
+        position `after`. None also where a writer still holds it, or somebody reads for long.
+
+        Asks first without a lock, with two probes of its indexes, and once more with ACCESS EXCLUSIVE on it and on the
+        outbox, which is waited for for a quarter of a second.
+        """
+        names = [n for n in schemas.existing_partitions(connection, self.schema, "outbox") if n != "outbox_default"]
+        row = connection.execute(self._sql("SELECT coalesce(max(position), 0) FROM {outbox}")).fetchone()
+        assert row is not None
+        oldest = min(names, key=_upper, default="")
+        if not oldest or _upper(oldest) > (min(row[0], settled.after + 1) if settled.open else row[0]):
+            return None
+        child = sql.Identifier(self.schema, oldest)
+        query = sql.SQL("""
+            SELECT NOT EXISTS (
+                SELECT FROM {child} WHERE xid >= pg_snapshot_xmin(%(snap)s::pg_snapshot)
+                AND NOT pg_visible_in_snapshot(xid, %(snap)s::pg_snapshot)
+            ) AND (SELECT created_at < clock_timestamp() - make_interval(secs => %(keep)s)
+                   FROM {child} ORDER BY position DESC LIMIT 1)
+        """).format(child=child)
+        parameters = {"snap": settled.snap, "keep": keep_seconds}
+
+        def is_settled() -> bool:
+            row = connection.execute(query, parameters).fetchone()
+            return bool(row and row[0])  # NULL: it is empty, and may yet be written to
+
+        try:
+            if not is_settled():
+                return None
+            with connection.transaction():
+                connection.execute("SET LOCAL lock_timeout = '250ms'")
+                connection.execute(self._sql("LOCK TABLE ONLY {outbox} IN ACCESS EXCLUSIVE MODE"))
+                connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(child))
+                if not is_settled():
+                    return None
+                connection.execute(sql.SQL("DROP TABLE {}").format(child))
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected, psycopg.errors.UndefinedTable):
+            return None
+        return oldest
+
+    def delete_from_default(self, connection: Connection, settled: Window, keep_seconds: float, limit: int) -> int:
+        """Delete up to `limit` rows of the default partition that are settled (see `drop_partition`) and older than
+        `keep_seconds`: those that never got a partition of their own. Walks its primary key; locks only these rows."""
+        deleted = connection.execute(
+            sql.SQL("""
+            DELETE FROM {default} WHERE position IN (
+                SELECT position FROM {default}
+                WHERE pg_visible_in_snapshot(xid, %(snap)s::pg_snapshot) AND (NOT %(open)s OR position <= %(after)s)
+                  AND created_at < clock_timestamp() - make_interval(secs => %(keep)s)
+                ORDER BY position LIMIT %(limit)s FOR UPDATE SKIP LOCKED)
+            """).format(default=sql.Identifier(self.schema, "outbox_default")),
+            {
+                "snap": settled.snap, "open": settled.open, "after": settled.after, "keep": keep_seconds, "limit": limit
+            },
+        )  # fmt: skip
+        return deleted.rowcount
+
+    def delete_batches(self, connection: Connection, before: int, keep_seconds: float, limit: int) -> int:
+        """Delete up to `limit` of the oldest batches below number `before` that were sealed longer than `keep_seconds`
+        ago, without a gap, with their shares in streams. Walks the primary keys from their beginning."""
+        with connection.transaction():
+            row = connection.execute(
+                self._sql("""
+                WITH oldest AS (
+                    SELECT seq, sealed_at FROM {outbox_batch} WHERE seq < %(before)s ORDER BY seq LIMIT %(limit)s
+                ), young AS (
+                    SELECT min(seq) AS seq FROM oldest
+                    WHERE sealed_at >= clock_timestamp() - make_interval(secs => %(keep)s)
+                ), deleted AS (
+                    DELETE FROM {outbox_batch} b USING oldest, young
+                    WHERE b.seq = oldest.seq AND (young.seq IS NULL OR b.seq < young.seq) RETURNING b.seq
+                )
+                SELECT count(*), max(seq) FROM deleted
+                """),
+                {"before": before, "keep": keep_seconds, "limit": limit},
+            ).fetchone()
+            assert row is not None
+            if row[0]:
+                connection.execute(self._sql("DELETE FROM {outbox_stream} WHERE seq <= %s"), (row[1],))
+        return int(row[0])
+
+    # --- another cluster ---
+
+    def is_foreign(self, connection: Connection) -> bool:
+        """Whether the tables come from another cluster (a dump restored, a logical copy): they name transactions that this
+        cluster has not had yet. Uses outbox_xid and outbox_batch_pkey."""
+        row = connection.execute(
+            self._sql("""
+            SELECT EXISTS (SELECT FROM {outbox} WHERE xid >= pg_snapshot_xmax(pg_current_snapshot()))
+                OR coalesce((SELECT pg_snapshot_xmax(snap) > pg_snapshot_xmax(pg_current_snapshot())
+                             FROM {outbox_batch} ORDER BY seq DESC LIMIT 1), false)
+            """)
+        ).fetchone()
+        assert row is not None
+        return bool(row[0])
+
+    def rebase(self, connection: Connection) -> int:
+        """Make tables of another cluster this one's own; return how many events will be published again, or for the first
+        time. 0: another relay has done it.
+
+        Transaction ids of the other cluster say nothing here, so the sealed batches, which are made of them, go; rows of
+        ids that are still to come get this transaction's. What is published already is recognised by consumers. A new
+        epoch keeps a relay of the other cluster off. Locks out other relays, not writers.
+        """
+        with connection.transaction():
+            connection.execute(self._sql("LOCK TABLE {outbox_batch} IN ACCESS EXCLUSIVE MODE"))
+            if not self.is_foreign(connection):
+                return 0
+            connection.execute(
+                self._sql("""
+                UPDATE {outbox} SET xid = pg_current_xact_id() WHERE xid >= pg_snapshot_xmax(pg_current_snapshot())
+                """)
+            )
+            connection.execute(self._sql("DELETE FROM {outbox_stream}"))
+            connection.execute(self._sql("DELETE FROM {outbox_batch}"))
+            connection.execute(self._sql("UPDATE {outbox_group} SET acked = 0"))
+            connection.execute(
+                self._sql("INSERT INTO {outbox_epoch} (epoch) SELECT max(epoch) + 1 FROM {outbox_epoch}")
+            )
+            row = connection.execute(self._sql("SELECT count(*) FROM {outbox}")).fetchone()
+            assert row is not None
+            return int(row[0])
+
     # --- partitions ---
 
     def make_partitions(self, connection: Connection, rows: int, ahead: int) -> int:
@@ -358,7 +566,7 @@ class Store:
         row = connection.execute(self._sql("SELECT coalesce(max(position), 0) FROM {outbox}")).fetchone()
         assert row is not None
         newest = int(row[0])
-        low = max((int(name.rsplit("_", 1)[1]) for name in names if name != "outbox_default"), default=0)
+        low = max((_upper(name) for name in names if name != "outbox_default"), default=0)
         if newest - low > 2 * rows:  # the relay was away for long; what lies between stays in the default partition
             low = newest - newest % rows
         ranges = [
@@ -366,6 +574,11 @@ class Store:
             for start in range(low, newest + ahead * rows + 1, rows)
         ]
         return schemas.make_partitions(connection, self.schema, "outbox", "position", ranges)
+
+
+def _upper(partition: str) -> int:
+    """The position that a partition ends before, from its name."""
+    return int(partition.rsplit("_", 1)[1])
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""The outbox's tables as SQLAlchemy sees them, for the writer and for users' own alembic (`metadata`).
+"""The outbox's tables as SQLAlchemy sees them, for the writer and for users who look at them with SQLAlchemy (`metadata`).
 
 The migrations under ``migrations/outbox`` make them; partitions, functions and the view are only there. No foreign keys:
 partitions of the outbox are dropped while batches that name them may stay.
@@ -47,7 +47,7 @@ class _Named(UserDefinedType[str]):
 
 @lru_cache(maxsize=256)
 def metadata(schema: str = "public") -> MetaData:
-    """MetaData of the outbox's tables in `schema`; add it to your alembic ``target_metadata`` to keep autogenerate calm.
+    """MetaData of the outbox's tables in `schema`. What keeps autogenerate calm is `outbox.schema.include_object`.
 
     Raises:
         SettingsError: `schema` is not a name that can be used.

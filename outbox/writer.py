@@ -106,7 +106,7 @@ class Writer:
             raise InvalidEvent("events", f"at most {_MAX_EVENTS} in one call, are {len(events)}")
         for event in events:
             if not isinstance(event, Event):
-                raise TypeError(f"record takes Events, not {type(event).__name__}")
+                raise TypeError(f"record takes Events (a list as *events), not {type(event).__name__}")
             if len(event.data) > self.max_payload_bytes:
                 raise InvalidEvent(
                     "payload", f"has {len(event.data)} bytes, more than the limit of {self.max_payload_bytes}"

@@ -1,5 +1,5 @@
--- Publish one batch to one stream, if the stream is where the batch expects it: a compare-and-set. Also, without
--- payloads, a plain look at the marker.
+-- Publish one batch to one stream, if the stream is where the batch expects it: a compare-and-set. Also, with an empty
+-- marker afterwards, a plain look at the marker; and, without entries, a change of the marker alone.
 --
 -- KEYS[1]  stream   the stream that consumers read
 -- KEYS[2]  hash     the relay's marker beside it:

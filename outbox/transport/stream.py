@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 _SCRIPTS = {name: (files("outbox.transport") / f"{name}.lua").read_text() for name in ("publish", "inspect", "forget")}
 #: Hand-back: so long idle that anyone's claim finds it at once.
-_LONG_IDLE_MS = 3_600_000
+_LONG_IDLE_MS = 30 * 86_400_000
 
 
 class StreamTransport:
@@ -237,12 +237,13 @@ def _packed(runs: Sequence[Run]) -> bytes:
 
 
 def _group_state(
-    newest: int, name: bytes, pending: int, oldest: bytes, needed: int, undelivered: int, in_it: int
+    newest: int, name: bytes, pending: int, oldest: bytes, needed: int, undelivered: int, in_it: int, idle_ms: int
 ) -> GroupState:
     def before(batch: int) -> int | None:
         return None if batch < 0 else batch - 1 if batch else newest
 
-    return GroupState(name.decode(), pending, oldest.decode() or None, before(needed), before(undelivered), in_it)
+    idle = idle_ms / 1000 if idle_ms >= 0 else None
+    return GroupState(name.decode(), pending, oldest.decode() or None, before(needed), before(undelivered), in_it, idle)
 
 
 def _settle(replies: Iterable[Any]) -> None:
@@ -280,7 +281,7 @@ _STREAM_CODES = frozenset({"WRONGTYPE", "NOPERM", "CROSSSLOT", "ERR"})
 
 def _translated(error: RedisError) -> TransportError:
     """Our error for redis-py's, by the class or the code that the server's reply starts with."""
-    if isinstance(error, RedisConnectionError | RedisTimeoutError | OSError):
+    if isinstance(error, RedisConnectionError | RedisTimeoutError):
         return _caused(TransportUnavailable(f"Redis: {error}", type(error).__name__), error)
     code = getattr(error, "status_code", None) or _CODES.get(type(error).__name__) or str(error).partition(" ")[0]
     if code in ("NOGROUP", "UNBLOCKED"):

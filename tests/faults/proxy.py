@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 When = Literal["before", "after"]
 
@@ -122,6 +123,19 @@ class Proxy:
             self._open -= {link.client, link.server}
         _end(link.client)
         _end(link.server)
+
+
+def through(proxy: Proxy, url: str) -> str:
+    """The URL with the proxy's port."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.replace(f":{parts.port}", f":{proxy.port}")).geturl()
+
+
+def port_of(url: str) -> int:
+    """The port of a URL that has one."""
+    port = urlsplit(url).port
+    assert port is not None
+    return port
 
 
 class _Link:

@@ -122,13 +122,20 @@ def test_chaos(
                 bench.redis.flushall()
                 flushes, next_flush = flushes + 1, time.monotonic() + 2
         writers.join()
-        bench.redis.flushall()  # once more with everything written: the stream is then made anew as a whole
-        flushes += 1
+        # Once more with everything written and no group known: the stream is then made anew as a whole.
+        for consumer in consumers:
+            consumer.kill()
+            consumer.wait()
+        bench.redis.flushall()
+        bench.db.execute("DELETE FROM public.outbox_group")
+        bench.redis.flushall()
+        flushes += 2
         expected = {event_id for event_id, _, _ in writers.committed}
         assert len(expected) > 200
         assert kills >= 4
         assert flushes >= 2
         eventually(lambda: set(bench.ids()) == expected, 30, f"the stream holds all {len(expected)} events")
+        consumers = [consume() for _ in range(2)]
         eventually(lambda: bench.effects().keys() == expected, 30, f"effects of all {len(expected)} events")
         eventually(lambda: bench.redis.xpending(bench.key(), "ledger")["pending"] == 0, 20)
         assert set(bench.outbox()) == expected

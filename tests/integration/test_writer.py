@@ -21,6 +21,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scop
 from sqlalchemy.pool import NullPool
 
 from outbox import Event, InvalidEvent, NoTransaction, Writer, record, record_async, schema
+from outbox.store import Store
 from outbox.tables import metadata, outbox_table
 
 SYNC = ["session", "scoped_session", "connection", "psycopg"]
@@ -430,6 +431,23 @@ def test_o_89_events_go_to_the_schema_they_are_meant_for(url: str, name: str) ->
     with psycopg.connect(url) as connection:
         here = connection.execute(sql.SQL("SELECT count(*) FROM {}").format(sql.Identifier(name, "outbox"))).fetchone()
     assert (here, rows(url)) == ((3,), [])
+
+
+@pytest.mark.filterwarnings("ignore:Did not recognize type")  # xid8, pg_snapshot: by SQLAlchemy's reflection
+def test_autogenerate_of_a_users_own_alembic_leaves_our_tables_alone(database_url: str) -> None:
+    from alembic.autogenerate import compare_metadata
+    from alembic.migration import MigrationContext
+
+    with schema.connect(database_url, "test", autocommit=True) as connection:
+        assert Store().make_partitions(connection, 1000, 2) == 3
+    engine = schema.engine(database_url, "test", poolclass=NullPool)
+    wanted = sa.MetaData()
+    sa.Table("outbox_of_mine", wanted, sa.Column("id", sa.Integer, primary_key=True))
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"include_object": schema.include_object})
+        assert [(*change[:1], change[1].name) for change in compare_metadata(context, wanted)] == [
+            ("add_table", "outbox_of_mine")
+        ]
 
 
 @pytest.mark.filterwarnings("ignore:Did not recognize type")  # xid8, pg_snapshot: by SQLAlchemy's reflection
