@@ -43,6 +43,8 @@ _log = logging.getLogger(__name__)
 #: SQLSTATEs of transactions that PostgreSQL gave up for the sake of another: worth trying again at once.
 _SERIALIZATION = frozenset({"40001", "40P01"})
 _TRIES = 5
+#: Classes of SQLSTATEs that say something about the values in a statement.
+_VALUES = ("22", "23", "54")
 #: Of the resource class (53), but about one query: it wants more temporary files than it may have.
 _QUERY_LIMIT = "53400"
 
@@ -307,14 +309,22 @@ class Processor:
 
         They are deleted again, and the versions written of those that have run. Returns whether it was a COMMIT.
         """
-        ran = {item.event.id: item for item in work.begun if item.event}
-        with raw.transaction():
-            if not self._ledger.present(raw, work.fresh):
-                return False
-            self._ledger.forget(raw, work.fresh - ran.keys())
-            if versions := self._settle_versions(raw, work.begun):
-                self._ledger.raise_versions(raw, versions)
-        waiting = [item for item in items if item.event is None or item.event.id in work.fresh - ran.keys()]
+        ran = {item.event.id for item in work.begun if item.event}
+        try:
+            with raw.transaction():
+                if not self._ledger.present(raw, work.fresh):
+                    return False
+                self._ledger.forget(raw, work.fresh - ran)
+                if versions := self._settle_versions(raw, work.begun):
+                    self._ledger.raise_versions(raw, versions)
+        except psycopg.Error as error:
+            _log.critical(
+                "a handler ended the transaction with a statement of its own, and what it left could not be taken back "
+                "(%s); these events count as applied, but have not run: %s",
+                brief(error), ", ".join(map(str, work.fresh - ran)), extra={"action": "events_lost"},
+            )  # fmt: skip
+            raise
+        waiting = [item for item in items if item.event is None or item.event.id in work.fresh - ran]
         for item in waiting:
             item.outcome = Outcome.RETRY
         for item in work.begun:
@@ -522,7 +532,7 @@ def _is_away(error: BaseException, work: _Work) -> bool:
     if not isinstance(original, psycopg.Error):
         return False
     if work.ours:  # time-outs, rights, a table that is gone: no event's fault, unless the values are refused
-        return not isinstance(original, psycopg.DataError | psycopg.IntegrityError)
+        return not (original.sqlstate or "").startswith(_VALUES)
     # Without a SQLSTATE it is the handler's mistake with the driver, or a connection of its own to somewhere else.
     return original.sqlstate not in (None, _QUERY_LIMIT) and database_away(original)
 

@@ -420,6 +420,29 @@ def test_the_statement_rollback_applies_nothing(
     assert (database.effects, database.processed) == (2, {"applied": 2})
 
 
+def test_what_cannot_be_taken_back_is_named(
+    database: Database, engine: sqlalchemy.Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: Any) -> None:
+        raise psycopg.OperationalError("refused")
+
+    processor = Processor(bad(lambda event, session: session.execute(text("COMMIT"))), engine)
+    monkeypatch.setattr(processor._ledger, "forget", refused)
+    batch = three()
+    processor.process(batch)
+    (lost,) = [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "events_lost"]
+    named = [delivery.fields[b"id"].decode() in lost for delivery in batch]
+    assert named == [False, False, True]
+
+
+def test_a_handler_that_closes_its_connection_is_told_so(
+    database: Database, engine: sqlalchemy.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    consumer = bad(lambda event, connection: connection.close(), raw=True)
+    assert Processor(consumer, engine).process(three()) == [APPLIED, RETRY, APPLIED]
+    assert "HandlerMisuse: the handler ended the transaction" in caplog.text
+
+
 def test_savepoints_and_settings_do_not_end_the_transaction(database: Database, engine: sqlalchemy.Engine) -> None:
     def handler(event: Envelope, session: Any) -> None:
         session.execute(text("SET LOCAL statement_timeout = '9s'"))
