@@ -66,7 +66,10 @@ class Ledger:
 
         self._claim = compose("""
             INSERT INTO {processed_messages} (consumer, event_id)
-            SELECT %s, event_id FROM unnest(%s::uuid[]) WITH ORDINALITY AS batch (event_id, n) ORDER BY n
+            SELECT %s, event_id
+            FROM (SELECT set_config('application_name', %s, true)) AS tagged,
+                unnest(%s::uuid[]) WITH ORDINALITY AS batch (event_id, n)
+            ORDER BY n
             ON CONFLICT (consumer, event_id) DO NOTHING RETURNING event_id::text
         """)
         self._present = compose("""
@@ -105,9 +108,17 @@ class Ledger:
         """Insert the ledger rows of these events; returns those that are fresh. The others were processed before.
 
         Waits for transactions that insert the same rows. Locks nothing else. Uses the primary key.
+
+        Tags the transaction by the name of the application, for as long as it lasts (see `tag`).
         """
-        rows = connection.execute(self._claim, (self.consumer, _array(sorted(ids))))
+        rows = connection.execute(self._claim, (self.consumer, f"consumer {self.consumer} *", _array(sorted(ids))))
         return {uuid.UUID(found) for (found,) in rows}
+
+    @staticmethod
+    def tag(connection: Connection) -> str | None:
+        """The application's name as PostgreSQL last said it. It says it of itself whenever the name changes, so when a
+        tagged transaction ends, too; asking costs nothing."""
+        return None if connection.closed else connection.info.parameter_status("application_name")
 
     def present(self, connection: Connection, ids: Iterable[uuid.UUID]) -> set[uuid.UUID]:
         """Those of the events that have a ledger row. Uses the primary key."""

@@ -43,6 +43,8 @@ _log = logging.getLogger(__name__)
 #: SQLSTATEs of transactions that PostgreSQL gave up for the sake of another: worth trying again at once.
 _SERIALIZATION = frozenset({"40001", "40P01"})
 _TRIES = 5
+#: Classes of SQLSTATEs that say something about the values in a statement.
+_VALUES = ("22", "23", "54")
 #: Of the resource class (53), but about one query: it wants more temporary files than it may have.
 _QUERY_LIMIT = "53400"
 
@@ -85,6 +87,7 @@ class _Work:
         fresh: events whose ledger rows it inserted.
         begun: what handlers were called with; the last one may be at it.
         ours: whether the statement at work is the ledger's; otherwise it is a handler's, or the COMMIT.
+        tag: what the transaction can be told by from another (see `Ledger.tag`); None: it cannot.
         ended: a handler ended the transaction by a statement of its own.
     """
 
@@ -92,6 +95,7 @@ class _Work:
     begun: list[_Item] = field(default_factory=list)
     ours: bool = True
     committing: bool = False
+    tag: str | None = None
     ended: bool = False
     misuse: HandlerMisuse | None = None
 
@@ -305,14 +309,22 @@ class Processor:
 
         They are deleted again, and the versions written of those that have run. Returns whether it was a COMMIT.
         """
-        ran = {item.event.id: item for item in work.begun if item.event}
-        with raw.transaction():
-            if not self._ledger.present(raw, work.fresh):
-                return False
-            self._ledger.forget(raw, work.fresh - ran.keys())
-            if versions := self._settle_versions(raw, work.begun):
-                self._ledger.raise_versions(raw, versions)
-        waiting = [item for item in items if item.event is None or item.event.id in work.fresh - ran.keys()]
+        ran = {item.event.id for item in work.begun if item.event}
+        try:
+            with raw.transaction():
+                if not self._ledger.present(raw, work.fresh):
+                    return False
+                self._ledger.forget(raw, work.fresh - ran)
+                if versions := self._settle_versions(raw, work.begun):
+                    self._ledger.raise_versions(raw, versions)
+        except psycopg.Error as error:
+            _log.critical(
+                "a handler ended the transaction with a statement of its own, and what it left could not be taken back "
+                "(%s); these events count as applied, but have not run: %s",
+                brief(error), ", ".join(map(str, work.fresh - ran)), extra={"action": "events_lost"},
+            )  # fmt: skip
+            raise
+        waiting = [item for item in items if item.event is None or item.event.id in work.fresh - ran]
         for item in waiting:
             item.outcome = Outcome.RETRY
         for item in work.begun:
@@ -349,7 +361,10 @@ class Processor:
                 first[event.id] = item
                 item.outcome = Outcome.DUPLICATE
         if first:
+            before = ledger.tag(raw)
             work.fresh = ledger.claim(raw, first)
+            tag = ledger.tag(raw)
+            work.tag = tag if tag != before else None
         fresh = [item for event_id, item in first.items() if event_id in work.fresh]
         for item in fresh:
             item.outcome = Outcome.DEAD if item.letter else Outcome.APPLIED
@@ -435,10 +450,13 @@ class Processor:
                 for item in items:
                     work.begun.append(item)
                     _call(item, session, raw)
+                    # The statement COMMIT cannot be refused, and psycopg begins anew with the next one.
+                    if work.tag is not None and self._ledger.tag(raw) != work.tag:
+                        raise HandlerMisuse("the handler ended the transaction it was given (or set application_name)")
                     progress()
-            except BaseException:
-                # Looked at before anybody rolls back. The statement COMMIT cannot be refused.
-                work.ended = raw.info.transaction_status == TransactionStatus.IDLE
+            except BaseException:  # looked at before anybody rolls back
+                idle = raw.info.transaction_status == TransactionStatus.IDLE
+                work.ended = idle or (work.tag is not None and self._ledger.tag(raw) != work.tag)
                 raise
 
 
@@ -514,7 +532,7 @@ def _is_away(error: BaseException, work: _Work) -> bool:
     if not isinstance(original, psycopg.Error):
         return False
     if work.ours:  # time-outs, rights, a table that is gone: no event's fault, unless the values are refused
-        return not isinstance(original, psycopg.DataError | psycopg.IntegrityError)
+        return not (original.sqlstate or "").startswith(_VALUES)
     # Without a SQLSTATE it is the handler's mistake with the driver, or a connection of its own to somewhere else.
     return original.sqlstate not in (None, _QUERY_LIMIT) and database_away(original)
 

@@ -146,10 +146,10 @@ class Worker:
                 self._transport.ack(self._consumer.name, self._unacknowledged)
             if self._at_hand:
                 self._transport.hand_back(self._consumer.name, self._name, self._at_hand)
+            if self._opened:
+                self._forget_names([self._name])
         except TransportError as error:
             _log.warning("could not hand back deliveries, others take them over later: %s", error)
-        if self._opened:
-            self._forget_names([self._name])
         self._transport.close()
         if self._own_engine:
             self._engine.dispose()

@@ -357,6 +357,10 @@ ENDINGS: dict[str, Callable[[Any], Any]] = {
     "commit": lambda execute: execute("COMMIT"),
     "commit and fail": lambda execute: [execute("COMMIT"), 1 / 0],
     "end": lambda execute: execute("END"),
+    "commit and go on": lambda execute: [execute("COMMIT"), execute("SELECT 1")],
+    "commit and begin": lambda execute: [execute("COMMIT"), execute("BEGIN")],
+    "commit and chain": lambda execute: execute("COMMIT AND CHAIN"),
+    "commit, go on and fail": lambda execute: [execute("COMMIT"), execute("SELECT 1 / 0")],
 }
 
 
@@ -407,10 +411,48 @@ def test_the_statement_commit_loses_no_other_event(
     assert processor.process(older) == [STALE]
 
 
-def test_the_statement_rollback_applies_nothing(database: Database, engine: sqlalchemy.Engine) -> None:
-    consumer = bad(lambda event, session: session.execute(text("ROLLBACK")))
+@pytest.mark.parametrize("statements", [["ROLLBACK"], ["ROLLBACK", "SELECT 1"], ["ROLLBACK AND CHAIN"]])
+def test_the_statement_rollback_applies_nothing(
+    statements: list[str], database: Database, engine: sqlalchemy.Engine
+) -> None:
+    consumer = bad(lambda event, session: [session.execute(text(statement)) for statement in statements])
     assert Processor(consumer, engine).process(three()) == [APPLIED, RETRY, APPLIED]
     assert (database.effects, database.processed) == (2, {"applied": 2})
+
+
+def test_what_cannot_be_taken_back_is_named(
+    database: Database, engine: sqlalchemy.Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: Any) -> None:
+        raise psycopg.OperationalError("refused")
+
+    processor = Processor(bad(lambda event, session: session.execute(text("COMMIT"))), engine)
+    monkeypatch.setattr(processor._ledger, "forget", refused)
+    batch = three()
+    processor.process(batch)
+    (lost,) = [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "events_lost"]
+    named = [delivery.fields[b"id"].decode() in lost for delivery in batch]
+    assert named == [False, False, True]
+
+
+def test_a_handler_that_closes_its_connection_is_told_so(
+    database: Database, engine: sqlalchemy.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    consumer = bad(lambda event, connection: connection.close(), raw=True)
+    assert Processor(consumer, engine).process(three()) == [APPLIED, RETRY, APPLIED]
+    assert "HandlerMisuse: the handler ended the transaction" in caplog.text
+
+
+def test_savepoints_and_settings_do_not_end_the_transaction(database: Database, engine: sqlalchemy.Engine) -> None:
+    def handler(event: Envelope, session: Any) -> None:
+        session.execute(text("SET LOCAL statement_timeout = '9s'"))
+        with suppress(sqlalchemy.exc.DBAPIError), session.begin_nested():
+            session.execute(text("SELECT 1 / 0"))
+        credit(event, session)
+
+    assert Processor(bad(handler), engine).process(three()) == [APPLIED] * 3
+    with engine.connect() as connection:  # the mark has gone with the transaction
+        assert connection.execute(text("SHOW application_name")).scalar() == "handlers"
 
 
 # --- the log -----------------------------------------------------------------------------------------------------------
@@ -537,17 +579,15 @@ def test_new_events_do_not_wait_for_a_long_pending_list(database: Database, star
     for _ in range(8):
         transport.add(TOPIC, entry())
     transport.open("ledger", [TOPIC])
-    Counted.read(transport, "ledger", "crashed", [TOPIC], 8, 0)
+    left = transport.read("ledger", "crashed", [TOPIC], 8, 0)
+    transport.hand_back("ledger", "crashed", left)  # so that they are due
     for _ in range(8):
         transport.add(TOPIC, entry())
     transport.asked.clear()
-    worker = start(wallet(), transport, batch_size=2, claim_seconds=0.05)
-    eventually(lambda: worker.run_once() is not None and transport.pending("ledger", TOPIC) == 0)
-    # Once the crashed one's are due they are claimed, and each claimed page is followed by a read.
-    first = next(n for n, asked in enumerate(transport.asked) if asked == "claim 2")
-    assert transport.asked[first : first + 4] == ["claim 2", "read 2", "claim 2", "read 2"] or first > 4
-    for asked, following in zip(transport.asked, transport.asked[1:], strict=False):
-        assert (asked, following) != ("claim 2", "claim 2")
+    worker = start(wallet(), transport, batch_size=2, claim_seconds=60)
+    for _ in range(8):
+        assert worker.run_once() == {APPLIED: 2}
+    assert transport.asked == ["claim 2", "read 2"] * 4
 
 
 @pytest.mark.parametrize(("look_seconds", "most"), [(0.0, 1000), (0.05, 2)])
