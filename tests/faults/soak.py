@@ -45,6 +45,7 @@ class Soak:
     seed: int = 1
     server: str = "valkey9"
     tally: Counter[str] = field(default_factory=Counter)
+    patience_seconds: float = 60
 
     def __post_init__(self) -> None:
         self._stack = ExitStack()
@@ -273,7 +274,8 @@ class Soak:
                 return int(row[0])
 
             eventually(
-                lambda: one("SELECT count(*) FROM public.processed_messages") >= len(everything), 60,
+                lambda: one("SELECT count(*) FROM public.processed_messages") >= len(everything),
+                self.patience_seconds,
                 f"all {len(everything)} events are in the ledger",
             )  # fmt: skip
             effects = Counter(row[0] for row in db.execute("SELECT event_id::text FROM public.effects"))
