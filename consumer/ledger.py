@@ -14,8 +14,9 @@ Connections are psycopg's, in a transaction that the caller begins and ends. Eve
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import psycopg
@@ -165,6 +166,62 @@ class Ledger:
                 ),
             )  # fmt: skip
 
+    # --- retention ---
+
+    def drop_partition(self, connection: Connection, keep_seconds: float) -> str | None:
+        """Drop the oldest partition of the ledger if all of its UUIDv7 ids are older than `keep_seconds`; returns its name.
+
+        It holds rows of every consumer. ACCESS EXCLUSIVE on it and on the ledger is waited for for a quarter of a second.
+
+        Args:
+            connection: in autocommit mode.
+        """
+        names = schemas.existing_partitions(connection, self.schema, "processed_messages")
+        oldest = min((name for name in names if not name.endswith("_default")), key=_upper, default="")
+        row = connection.execute(
+            "SELECT %s < extract(epoch FROM clock_timestamp()) * 1000 - %s",
+            (_upper(oldest) if oldest else None, keep_seconds * 1000),
+        ).fetchone()
+        if not row or not row[0]:
+            return None
+        parent, child = sql.Identifier(self.schema, "processed_messages"), sql.Identifier(self.schema, oldest)
+        try:
+            with connection.transaction():
+                connection.execute("SET LOCAL lock_timeout = '250ms'")
+                connection.execute(sql.SQL("LOCK TABLE ONLY {} IN ACCESS EXCLUSIVE MODE").format(parent))
+                connection.execute(sql.SQL("DROP TABLE {}").format(child))
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected, psycopg.errors.UndefinedTable):
+            return None
+        return oldest
+
+    def delete_old(self, connection: Connection, keep_seconds: float, limit: int) -> int:
+        """Delete up to `limit` rows each of the ledger's default partition (ids that are not UUIDv7) and of the versions
+        that are older than `keep_seconds`, of every consumer. Reads both tables; locks only these rows."""
+        deleted = 0
+        for table, column in (("processed_messages_default", "processed_at"), ("entity_versions", "updated_at")):
+            deleted += connection.execute(
+                sql.SQL("""
+                DELETE FROM {table} WHERE ctid = ANY (ARRAY(
+                    SELECT ctid FROM {table} WHERE {column} < clock_timestamp() - make_interval(secs => %s)
+                    LIMIT %s FOR UPDATE SKIP LOCKED))
+                """).format(table=sql.Identifier(self.schema, table), column=sql.Identifier(column)),
+                (keep_seconds, limit),
+            ).rowcount
+        return deleted
+
+    def processed(self, connection: Connection, since: datetime) -> Iterator[tuple[uuid.UUID, str]]:
+        """Ids and outcomes of what was processed since then, in order of the ids; streamed, in a transaction. Walks the
+        primary key."""
+        with connection.cursor(name="processed") as cursor:
+            cursor.itersize = 5000
+            cursor.execute(
+                sql.SQL("""
+                SELECT event_id, outcome FROM {} WHERE consumer = %s AND processed_at >= %s ORDER BY event_id
+                """).format(sql.Identifier(self.schema, "processed_messages")),
+                (self.consumer, since),
+            )
+            yield from cursor
+
     # --- partitions ---
 
     def make_partitions(self, connection: Connection, days: int, ahead: int) -> int:
@@ -176,7 +233,7 @@ class Ledger:
         row = connection.execute("SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint").fetchone()
         assert row is not None
         names = schemas.existing_partitions(connection, self.schema, "processed_messages")
-        highs = [int(name.rsplit("_", 1)[1]) for name in names if not name.endswith("_default")]
+        highs = [_upper(name) for name in names if not name.endswith("_default")]
         now, width = row[0], days * _DAY_MS
         low = max(now - now % width, max(highs, default=0))
         ranges = [
@@ -186,6 +243,11 @@ class Ledger:
             for start in range(low, now + ahead * width + 1, width)
         ]
         return schemas.make_partitions(connection, self.schema, "processed_messages", "event_id", ranges)
+
+
+def _upper(partition: str) -> int:
+    """The millisecond that a partition's ids end before, from its name."""
+    return int(partition.rsplit("_", 1)[1])
 
 
 def _first_id(milliseconds: int) -> str:

@@ -37,6 +37,10 @@ class ConsumerSettings(Settings):
     #: After how many times a connection keeps a statement prepared: 5 makes handlers about a fifth faster. Not through a
     #: pooler that does not know prepared statements (PgBouncer before 1.21). Default: never.
     prepare_threshold: int | None = Field(default=None, ge=0, le=1000)
+    #: Days for which the ledger remembers what was processed, and versions of keys that do not change. Longer than the
+    #: outbox keeps events (``OUTBOX_RETENTION_SECONDS``) by a day at least, or an event published again could be applied
+    #: again; that is seen to at the start. Default 30.
+    ledger_retention_days: int = Field(default=30, ge=1, le=3650)
     #: Days that one partition of the ledger holds, and partitions kept ahead of the clock. Defaults 7 and 4.
     ledger_partition_days: int = Field(default=7, ge=1, le=365)
     ledger_partitions_ahead: int = Field(default=4, ge=1, le=100)

@@ -6,6 +6,7 @@ when Redis is away, what is processed is acknowledged later (or delivered again,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -35,6 +36,11 @@ _log = logging.getLogger(__name__)
 
 _PARTITION_SECONDS = 60.0
 _LANES_SECONDS = 10.0
+#: Rows of the ledger deleted at a time, once a minute.
+_DELETED = 5000
+_SIDE_SECONDS = 60.0
+#: By how much longer the ledger must remember than the outbox keeps: the time that an event may be in a stream, and tried.
+_MARGIN_SECONDS = 86_400
 #: How often names are looked for that processes left in the group, and after how long idle they are taken for left.
 _NAMES_SECONDS = 60.0
 _LEFT_SECONDS = 3600.0
@@ -220,6 +226,7 @@ class Worker:
         if time.monotonic() >= self._names_due:
             self._names_due = time.monotonic() + _NAMES_SECONDS
             self._forget_names()
+            self._trim_side_streams()
 
     def _open(self) -> None:
         """Make the groups where they are missing, and see which streams can be used and that the lanes agree."""
@@ -246,14 +253,30 @@ class Worker:
             ours = self._settings.lanes.get(topic, 1)
             for stream in {topic, f"{topic}:0"}:
                 try:
-                    theirs = self._transport.info(stream).lanes
+                    info = self._transport.info(stream)
                 except StreamUnusable:
                     continue
+                theirs = info.lanes
+                self._check_retention(info.keep_seconds)
                 if theirs is not None and theirs != ours and stream in streams_of(topic, theirs):
                     raise SettingsError(
                         f"OUTBOX_LANES: the relay spreads topic {topic} over {theirs} lanes, this consumer reads {ours}; "
                         "set the same for both"
                     )
+
+    def _check_retention(self, keep_seconds: int | None) -> None:
+        """See that the ledger remembers longer than an event can come again: from the outbox, and then in the stream.
+
+        Raises:
+            SettingsError: it does not.
+        """
+        remembered = self._settings.ledger_retention_days * 86_400
+        if keep_seconds is not None and remembered < keep_seconds + _MARGIN_SECONDS:
+            raise SettingsError(
+                f"CONSUMER_LEDGER_RETENTION_DAYS is {self._settings.ledger_retention_days}, but the relay's "
+                f"OUTBOX_RETENTION_SECONDS is {keep_seconds} ({keep_seconds / 86_400:.1f} days): an event published again "
+                "could be applied again. The ledger must remember for a day longer than the outbox keeps"
+            )
 
     def _forget_names(self, names: Sequence[str] = ()) -> None:
         """Remove names from the group that crashed processes left, and `names`; such as have pending deliveries stay."""
@@ -311,6 +334,7 @@ class Worker:
     def _check_ledger(self, raw: psycopg.Connection[Any]) -> None:
         settings = self._settings
         schemas.check_revision(raw, "consumer", settings.schema_name)
+        self._drop_old(raw)
         try:
             self._ledger.make_partitions(raw, settings.ledger_partition_days, settings.ledger_partitions_ahead)
         except psycopg.errors.InsufficientPrivilege as error:
@@ -318,6 +342,28 @@ class Worker:
                 "cannot make partitions of the ledger, rows stay in the default one: %s",
                 " ".join(str(error).split()), extra={"action": "partitions_denied"},
             )  # fmt: skip
+
+    def _drop_old(self, raw: psycopg.Connection[Any]) -> None:
+        """Forget what the ledger need not remember any longer, of every consumer; a bounded amount of work."""
+        keep = self._settings.ledger_retention_days * 86_400
+        try:
+            name, rows = self._ledger.drop_partition(raw, keep), self._ledger.delete_old(raw, keep, _DELETED)
+        except psycopg.errors.InsufficientPrivilege as error:
+            _log.debug("the ledger keeps what is old: %s", error)
+            return
+        if name or rows:
+            _log.info(
+                "dropped %s of the ledger and %d old rows",
+                name or "no partition",
+                rows,
+                extra={"action": "dropped_old"},
+            )
+
+    def _trim_side_streams(self) -> None:
+        """What was published again for us alone is ours to trim."""
+        for topic in self._consumer.topics:
+            with contextlib.suppress(TransportError):
+                self._transport.inspect(side_stream(topic, self._consumer.name), keep_seconds=_SIDE_SECONDS)
 
 
 def _worth_retrying(error: BaseException) -> bool:

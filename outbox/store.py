@@ -20,8 +20,10 @@ search_path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import lru_cache
 from typing import Any, Final
 
@@ -107,6 +109,15 @@ class Group:
     stream: str
     name: str
     acked: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What is compared with a ledger."""
+
+    id: uuid.UUID
+    type: str
+    created_at: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +384,36 @@ class Store:
         row = connection.execute(self._sql("SELECT count(*) FROM {outbox} WHERE {selected}"), parameters).fetchone()
         assert row is not None
         return int(row[0])
+
+    # --- reconciliation ---
+
+    def now(self, connection: Connection) -> datetime:
+        """The time by the database's clock."""
+        row = connection.execute("SELECT clock_timestamp()").fetchone()
+        assert row is not None
+        found: datetime = row[0]
+        return found
+
+    def recorded(self, connection: Connection, topics: Sequence[str], since: datetime) -> Iterator[Recorded]:
+        """What was recorded since then, in order of the event ids; streamed, in a transaction. Reads and sorts the outbox."""
+        with connection.cursor(name="recorded") as cursor:
+            cursor.itersize = 5000
+            cursor.execute(
+                self._sql("""
+                SELECT event_id, type, created_at FROM {outbox}
+                WHERE created_at >= %s AND topic = ANY (%s) ORDER BY event_id
+                """),
+                (since, list(topics)),
+            )
+            for row in cursor:
+                yield Recorded(*row)
+
+    def known(self, connection: Connection, ids: Sequence[uuid.UUID]) -> set[uuid.UUID]:
+        """Those of the events that are in the outbox. Reads all of it, if there are any to look for."""
+        if not ids:
+            return set()
+        rows = connection.execute(self._sql("SELECT event_id FROM {outbox} WHERE event_id = ANY (%s)"), (list(ids),))
+        return {event_id for (event_id,) in rows}
 
     # --- status ---
 

@@ -46,6 +46,11 @@ class Proxy:
         for each in found:
             _end(each)
 
+    def redirect(self, port: int) -> None:
+        """Forward to another port of the host from now on, and end every connection: a failover."""
+        self._target = (self._target[0], port)
+        self.cut()
+
     def cut_at(self, pattern: bytes, when: Callable[[int], When | None]) -> None:
         """For each piece from a client that contains `pattern`, ask `when` with its number, from 1 on.
 
