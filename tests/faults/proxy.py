@@ -36,6 +36,7 @@ class Proxy:
         self._pattern: tuple[bytes, Callable[[int], When | None]] | None = None
         self._seen = 0
         self._open: set[socket.socket] = set()
+        self._links: list[_Link] = []
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -45,6 +46,15 @@ class Proxy:
             found, self._open = self._open, set()
         for each in found:
             _end(each)
+
+    def forget(self) -> int:
+        """Forward nothing more on the connections there are, without a word, and take new ones: half-open, as after a
+        router forgot them. Returns how many."""
+        with self._lock:
+            found, self._links = self._links, []
+        for link in found:
+            link.forgotten = True
+        return len(found)
 
     def redirect(self, port: int) -> None:
         """Forward to another port of the host from now on, and end every connection: a failover."""
@@ -87,13 +97,15 @@ class Proxy:
             with self._lock:
                 self._open |= {client, server}
             link = _Link(client, server)
+            with self._lock:
+                self._links.append(link)
             threading.Thread(target=self._up, args=(link,), daemon=True).start()
             threading.Thread(target=self._down, args=(link,), daemon=True).start()
 
     def _up(self, link: _Link) -> None:
         with suppress(OSError):
             while data := link.client.recv(65536):
-                if self.deaf:
+                if self.deaf or link.forgotten:
                     continue
                 order = self._order(data)
                 if order == "before":
@@ -107,7 +119,7 @@ class Proxy:
             while data := link.server.recv(65536):
                 if link.cut_at_answer:
                     break
-                if self.deaf or self.drop_replies:
+                if self.deaf or self.drop_replies or link.forgotten:
                     continue
                 if self.delay_seconds:
                     time.sleep(self.delay_seconds)
@@ -148,7 +160,7 @@ class _Link:
 
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self.client, self.server = client, server
-        self.cut_at_answer = False
+        self.cut_at_answer = self.forgotten = False
 
 
 def _end(connection: socket.socket) -> None:
