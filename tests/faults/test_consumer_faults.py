@@ -463,7 +463,8 @@ def test_sigterm_ends_an_idle_consumer_whose_redis_hangs(site: Site, own_valkey:
     process = site.consumer(CONSUMER_REDIS_TIMEOUT_SECONDS="2", CONSUMER_BLOCK_SECONDS="0.2")
     with redis.Redis.from_url(server.url) as client:
         client.xadd(KEY, fields(1))
-    eventually(lambda: site.state() == (1, 1, 1, 1), 20)
+        eventually(lambda: site.state() == (1, 1, 1, 1), 20)
+        eventually(lambda: client.xpending(KEY, "ledger")["pending"] == 0)  # it is idle from here on
     server.pause()
     try:
         started = time.monotonic()
