@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -453,3 +454,36 @@ def test_sigterm_lets_a_busy_consumer_finish_its_batch(site: Site) -> None:
     assert process.wait(5) == 0
     assert site.state() == (5, 5, 5, 5)
     assert (site.pending(), site.unread()) == (0, 1)
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "with an acknowledgement to make"])
+def test_sigterm_ends_a_consumer_whose_redis_hangs(
+    database_url: str, own_valkey: Callable[..., ValkeyServer], tmp_path: Path, busy: bool
+) -> None:
+    """Within CONSUMER_REDIS_TIMEOUT_SECONDS, CONSUMER_BLOCK_SECONDS and one more.
+
+    It waits for the answer at hand, and for no other one. What it could not acknowledge is known to the ledger.
+    """
+    with ExitStack() as stack:
+        server = own_valkey()
+        site = Site(database_url, server.url, tmp_path, stack)
+        gate = tmp_path / "gate"
+        environment = {"GATE": str(gate)} if busy else {}
+        process = site.consumer(CONSUMER_REDIS_TIMEOUT_SECONDS="2", CONSUMER_BLOCK_SECONDS="0.2", **environment)
+        site.add(1)
+        eventually(lambda: site.starts.read_text(), 20)
+        if not busy:
+            site.settled(1)
+        server.pause()
+        try:
+            gate.touch()
+            eventually(lambda: site.state() == (1, 1, 1, 1))
+            started = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+            assert time.monotonic() - started < 2 + 0.2 + 1
+        finally:
+            server.resume()
+        assert site.pending() == int(busy)
+        site.consumer()
+        site.settled(1)
