@@ -26,7 +26,7 @@ from consumer.ledger import Ledger
 from consumer.process import DatabaseUnavailable, Outcome, Processor, brief, driver_connection
 from consumer.settings import ConsumerSettings
 from outbox import schema as schemas
-from outbox.errors import GroupLost, SettingsError, StreamUnusable, TransportError
+from outbox.errors import GroupLost, SettingsError, StreamUnusable, TransportError, TransportUnavailable
 from outbox.retry import Stop, database_away, until_done
 from outbox.telemetry import Claimed, Observer, Outcomes, guarded
 from outbox.transport import Delivery, StreamTransport, Transport
@@ -99,6 +99,7 @@ class Worker:
         self._stopping = Stop()
         self._usable: list[str] | None = None  # None: the groups are to be made
         self._opened = False  # our name may be in them
+        self._away = False  # Redis did not answer the last time
         self._at_hand: list[Delivery] = []
         self._unacknowledged: list[Delivery] = []
         self._claimed = False  # the last deliveries were taken over
@@ -142,17 +143,22 @@ class Worker:
     def close(self) -> None:
         """Hand back what is at hand and close the connections."""
         try:
-            if self._unacknowledged:
-                self._transport.ack(self._consumer.name, self._unacknowledged)
-            if self._at_hand:
-                self._transport.hand_back(self._consumer.name, self._name, self._at_hand)
-            if self._opened:
-                self._forget_names([self._name])
+            if not self._away:  # or the end would wait for one more time-out
+                self._hand_back()
         except TransportError as error:
             _log.warning("could not hand back deliveries, others take them over later: %s", error)
         self._transport.close()
         if self._own_engine:
             self._engine.dispose()
+
+    def _hand_back(self) -> None:
+        """Leave nothing behind: acknowledgements, deliveries that have not started, our name."""
+        if self._unacknowledged:
+            self._transport.ack(self._consumer.name, self._unacknowledged)
+        if self._at_hand:
+            self._transport.hand_back(self._consumer.name, self._name, self._at_hand)
+        if self._opened:
+            self._forget_names([self._name])
 
     def _failed(self, _error: BaseException) -> None:
         self._usable = None
@@ -180,6 +186,14 @@ class Worker:
             DatabaseUnavailable: PostgreSQL failed; the deliveries are kept for the next round.
             SchemaError, SettingsError: see `run`.
         """
+        try:
+            self._away = False
+            return self._round()
+        except TransportUnavailable:
+            self._away = True
+            raise
+
+    def _round(self) -> Counter[Outcome]:
         self._prepare()
         if self._unacknowledged:
             self._transport.ack(self._consumer.name, self._unacknowledged)

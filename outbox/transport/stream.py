@@ -284,6 +284,8 @@ def _translated(error: RedisError) -> TransportError:
     if isinstance(error, RedisConnectionError | RedisTimeoutError):
         return _caused(TransportUnavailable(f"Redis: {error}", type(error).__name__), error)
     code = getattr(error, "status_code", None) or _CODES.get(type(error).__name__) or str(error).partition(" ")[0]
+    if not code.isupper():  # old versions of the client drop ERR from the text
+        code = "ERR"
     if code in ("NOGROUP", "UNBLOCKED"):
         return _caused(GroupLost(f"Redis: {error}", code), error)
     if code in _STREAM_CODES and isinstance(error, ResponseError):

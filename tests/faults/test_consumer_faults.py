@@ -484,6 +484,6 @@ def test_sigterm_ends_a_consumer_whose_redis_hangs(
             assert time.monotonic() - started < 2 + 0.2 + 1
         finally:
             server.resume()
-        assert site.pending() == int(busy)
+        assert site.pending() in (0, int(busy))  # an acknowledgement under way may still arrive
         site.consumer()
         site.settled(1)
