@@ -57,7 +57,12 @@ def naive_dedup_mark(scene: Scene) -> str:
     place.make_group()
     place.add(payments(5))
     scene.killed(dedup_mark, place, die_at_unlucky)
-    wait_for("everything handled by another", lambda: dedup_mark(place) or place.settled())
+
+    def handled_by_another() -> bool:
+        dedup_mark(place)
+        return place.settled()
+
+    wait_for("what the dead worker had is taken over", handled_by_another)
     return place.outcome(5)
 
 

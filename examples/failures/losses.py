@@ -71,6 +71,7 @@ def our_no_aof(scene: Scene) -> str:
         publish()
         server.kill()
         server.start()
+        place.must_hold(0)
         publish()
     place.consume()
     return place.outcome(5000)
@@ -80,7 +81,7 @@ EVERYSEC = {"appendonly": "yes", "appendfsync": "everysec"}
 
 
 def naive_power_cut(scene: Scene) -> str:
-    """What came since the last fsync is not on the disk yet. (SIGKILL alone would lose nothing here: the kernel has it.)"""
+    """What came since the last fsync is not on the disk yet. (After a SIGKILL the kernel still has it.)"""
     server = scene.start(**EVERYSEC)
     place = scene.at(server)
     place.add(payments(4900))
@@ -100,6 +101,7 @@ def our_power_cut(scene: Scene) -> str:
         with power_cut(server, place):
             place.record(payments(100, first=4901))
             publish()
+        place.must_hold(4900)
         publish()
     place.consume()
     return place.outcome(5000)
@@ -144,6 +146,7 @@ def our_failover(scene: Scene) -> str:
         with failover(primary, replica, scene):
             place.record(payments(50, first=101))
             publish()
+    promoted.must_hold(100)
     with promoted.relay() as publish:  # the address changed; behind Sentinel or one name it would be the same relay
         publish()
     promoted.consume()

@@ -137,7 +137,10 @@ class Place:
     def relay_settings(self, **settings: Any) -> RelaySettings:
         """Settings of a relay that looks at everything in every round."""
         often = {"check_seconds": 0.001, "trim_seconds": 0.001}
-        return RelaySettings(database_url=self.database_url, redis_url=self.redis_url, **(often | settings))
+        return RelaySettings(**(self._addresses() | often | settings))
+
+    def _addresses(self) -> dict[str, Any]:
+        return {"database_url": self.database_url, "redis_url": self.redis_url}
 
     @contextmanager
     def relay(self, **settings: Any) -> Iterator[Callable[[], None]]:
@@ -179,8 +182,7 @@ class Place:
                 meanwhile(event.key)
 
         soon = {"block_seconds": 0.02, "claim_seconds": 0.05, "check_seconds": 0.05}
-        addresses = {"database_url": self.database_url, "redis_url": self.redis_url}
-        worker = Worker(consumer, ConsumerSettings(**(addresses | soon | settings)), observer=observer)
+        worker = Worker(consumer, ConsumerSettings(**(self._addresses() | soon | settings)), observer=observer)
         try:
             wait_for("everything handled", lambda: not worker.run_once() and self.settled())
         finally:
@@ -193,6 +195,15 @@ class Place:
         return bool(group["last-delivered-id"] == last and group["pending"] == 0)
 
     # --- what came of it ---
+
+    def must_hold(self, entries: int) -> None:
+        """See that the misfortune has happened: so many entries are left in the stream.
+
+        Raises:
+            GalleryError: it has not.
+        """
+        if (left := self.redis.xlen(STREAM)) != entries:
+            raise GalleryError(f"the stream has {left} entries instead of {entries}")
 
     def outcome(self, number: int) -> str:
         """What became of `number` payments: ``3 of 10 lost``, ``1 of 10 twice``, ``all 10 once``."""
@@ -230,7 +241,7 @@ class Scene:
 
     def run(self, target: Callable[..., None], *arguments: object) -> BaseProcess:
         """Start a process that runs a function."""
-        process = _PROCESSES.Process(target=target, args=arguments, daemon=True)
+        process = _PROCESSES.Process(target=_run, args=(target, *arguments), daemon=True)
         process.start()
         self._stack.callback(process.kill)
         return process
@@ -238,6 +249,11 @@ class Scene:
     def killed(self, target: Callable[..., None], *arguments: object) -> None:
         """Run a function in a process that must end by SIGKILL, as `die` does it."""
         ended(self.run(target, *arguments), -signal.SIGKILL)
+
+
+def _run(target: Callable[..., None], *arguments: object) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the gallery, which then ends us
+    target(*arguments)
 
 
 def die() -> None:
