@@ -15,12 +15,15 @@ from typing import NoReturn
 import psycopg
 import redis
 
-from examples.failures import crashes, losses, polling, trims
-from examples.failures.stage import Failure, GalleryError, Stage, stage
+from examples.failures import crashes, failover, losses, polling, slow, trims
+from examples.failures.place import GalleryError
+from examples.failures.stage import Failure, Stage, stage
 from outbox.embedded import EmbeddedServerError, redis_servers
 from outbox.errors import OutboxError
 
-EXHIBITS: tuple[Failure, ...] = (*crashes.EXHIBITS, *losses.EXHIBITS, *trims.EXHIBITS, *polling.EXHIBITS)
+EXHIBITS: tuple[Failure, ...] = tuple(
+    exhibit for theme in (crashes, slow, losses, failover, trims, polling) for exhibit in theme.EXHIBITS
+)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from examples.failures.stage import Failure, Scene, payments
+from examples.failures.place import payments
+from examples.failures.stage import Failure, Scene
 
 EARLY, LATE = payments(2)
 

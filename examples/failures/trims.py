@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import redis
 
-from examples.failures.stage import GROUP, STREAM, Failure, Place, Scene, die, payments
+from examples.failures.place import GROUP, STREAM, Place, payments
+from examples.failures.stage import Failure, Scene, die
 from outbox.operations import status
 from outbox.store import Store
 

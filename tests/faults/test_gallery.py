@@ -26,7 +26,7 @@ FIGURES = {
     "time-out": ("1 of 1 twice", "all 1 once"),
     "eviction": ("100 of 100 lost", "all 100 once"),
     "no-aof": ("5,000 of 5,000 lost", "all 5,000 once"),
-    "power-cut": ("100 of 5,000 lost", "all 5,000 once"),
+    "power-cut": ("100 of 500 lost", "all 500 once"),
     "failover": ("50 of 150 lost", "all 150 once"),
     "maxlen": ("903 of 1,006 lost", "all 1,006 once"),
     "acked": ("3 of 10 lost", "all 10 once"),
