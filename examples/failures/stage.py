@@ -58,6 +58,7 @@ class Scene:
     def start(self, **settings: str) -> ValkeyServer:
         """A Redis or Valkey server to be maltreated; settings as in its configuration, with ``_`` for ``-``."""
         given = {name.replace("_", "-"): value for name, value in settings.items()}
+        given["hz"] = "100"  # looks ten times as often whether it is to stop
         return self._stack.enter_context(ValkeyServer(program=self._program, settings=given))
 
     def at(self, server: ValkeyServer) -> Place:
