@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready-$(shell cksum < pyproject.toml | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types bench soak clean
+.PHONY: help setup demo failures test check lint types bench soak clean
 
 help:  ## list what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ setup: $(READY)  ## make the virtual environment (.venv) with everything for dev
 
 demo: $(READY)  ## the wallet demo: crashes, duplicates and late events on real servers, expected beside actual
 	@$(BIN)/python -m examples.wallet
+
+failures: $(READY)  ## the failure gallery: each classic loss, the naive way beside ours, on every server there is (1 minute)
+	@$(BIN)/python -m examples.failures $(ARGS)
 
 test: $(READY)  ## all tests, on embedded PostgreSQL and Valkey (or DATABASE_URL / REDIS_URL)
 	@$(BIN)/python -m pytest $(ARGS)
