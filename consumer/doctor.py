@@ -136,7 +136,10 @@ def _relay(there: StreamTransport, consumer: Consumer, settings: ConsumerSetting
     """What the relay left beside the streams: lanes, and how long it keeps what it may publish again."""
     for topic in consumer.topics:
         ours = settings.lanes.get(topic, 1)
-        found = [(stream, there.info(stream)) for stream in (topic, f"{topic}:0")]
+        looked_at = dict.fromkeys(
+            [*streams_of(topic, ours), topic, f"{topic}:0"]
+        )  # any other number has one of the two
+        found = [(stream, there.info(stream)) for stream in looked_at]
         theirs = next((i for stream, i in found if i.lanes is not None and stream in streams_of(topic, i.lanes)), None)
         if theirs is None:
             yield warning(
