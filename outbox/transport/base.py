@@ -170,7 +170,7 @@ class ServerFacts:
         product: ``Redis`` or ``Valkey``.
         version: its own version, not the one it is compatible with.
         protocol: version of RESP on our connection; None: HELLO is refused or not known.
-        ahead_seconds: its clock minus this machine's.
+        ahead_seconds: its clock minus this machine's; None: TIME is refused.
         info: the fields of INFO; empty where that is refused.
         settings: the fields of CONFIG GET that were asked for; empty where that is refused.
         unknown: commands that we need and that it does not know, or knows by another name.
@@ -179,7 +179,7 @@ class ServerFacts:
     product: str
     version: str
     protocol: int | None
-    ahead_seconds: float
+    ahead_seconds: float | None
     info: Mapping[str, Any]
     settings: Mapping[str, str]
     unknown: Sequence[str]

@@ -228,16 +228,15 @@ class StreamTransport:
         """What the server says about itself; what it refuses to say is left out.
 
         Raises:
-            TransportUnavailable: it cannot be reached, or does not tell the time.
+            TransportUnavailable: it cannot be reached or cannot work.
         """
         hello = _named(self._asked(b"HELLO"))
         info: dict[str, Any] = self._asked_of(lambda: self._client.info()) or {}
         settings: dict[str, str] = {}
         for name in ("appendfsync", "min-replicas-to-write"):
             settings |= _named(self._asked(b"CONFIG", b"GET", name))
-        before = time.time()
-        seconds, microseconds = self._command(b"TIME")
-        ahead = int(seconds) + int(microseconds) / 1e6 - (before + time.time()) / 2
+        before, clock = time.time(), self._asked(b"TIME")
+        ahead = None if clock is None else int(clock[0]) + int(clock[1]) / 1e6 - (before + time.time()) / 2
         names = sorted({_name_of(probe).split()[0] for probes in _PROBES.values() for probe in probes})
         known = self._asked(b"COMMAND", b"INFO", *names) or ()
         valkey = "valkey_version" in info or hello.get("server") == "valkey"
