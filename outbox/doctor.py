@@ -542,14 +542,13 @@ def redis_rights(
     """Which commands our user may not run on these streams; each is tried without an effect."""
     refused = {stream: some for stream in streams or [_SOME_STREAM] if (some := there.refused(stream, side))}
     for stream, commands in refused.items():
-        what, do = (
-            f"this user may not run {', '.join(commands)} on stream {stream}",
-            "Allow it: ACL SETUSER …; see docs.",
-        )
+        what = f"this user may not run {', '.join(commands)} on stream {stream}"
+        names = " ".join(f"+{command.lower().replace(' ', '|')}" for command in commands)
+        do = f"Allow the commands, and the stream's keys: ACL SETUSER … {names}"
         if streams:
             yield error("redis-rights", what, do)
         else:
-            yield warning("redis-rights", f"{what} (any name would do, none is known yet)", do)
+            yield warning("redis-rights", f"{what}, which is only a name to try: no stream is known yet", do)
     if not refused:
         yield ok("redis-rights", "this user may run every command that is needed")
 
@@ -564,9 +563,9 @@ def stream_unusable(stream: str, failure: StreamUnusable) -> Finding:
 
 def clocks(database: DatabaseFacts | None, server: ServerFacts | None, limits: Limits) -> Iterator[Finding]:
     """How far the clocks of PostgreSQL, Redis and this machine are apart, of those that answer."""
-    ahead = {"this machine": 0.0}
-    ahead |= {"PostgreSQL": database.ahead_seconds} if database else {}
-    ahead |= {"Redis": server.ahead_seconds} if server else {}
+    clock_of = {"this machine": 0.0, "PostgreSQL": database and database.ahead_seconds}
+    clock_of["Redis"] = server and server.ahead_seconds
+    ahead = {name: seconds for name, seconds in clock_of.items() if seconds is not None}
     first, last = min(ahead, key=ahead.__getitem__), max(ahead, key=ahead.__getitem__)
     apart = ahead[last] - ahead[first]
     if apart > limits.clock_seconds:

@@ -312,7 +312,9 @@ def test_versions_of_postgresql(bench: Bench, version: int, level: str) -> None:
 def test_clocks_that_differ(bench: Bench, own_valkey: Callable[..., ValkeyServer]) -> None:
     database, server = database_facts_of(bench), redis_facts(own_valkey())
     assert abs(database.ahead_seconds) < 2
+    assert server.ahead_seconds is not None
     assert abs(server.ahead_seconds) < 2
+    assert [found.level for found in doctor.clocks(database, replace(server, ahead_seconds=None), Limits())] == ["ok"]
 
     def apart(database: DatabaseFacts | None, server: ServerFacts | None) -> list[Finding]:
         return list(doctor.clocks(database, server, Limits()))
@@ -444,6 +446,7 @@ def test_users_with_few_rights(database_url: str, own_valkey: Callable[..., Valk
         user(server, "~*", *least, "-xadd", "-xtrim")
         found = seen(bench, "redis-rights")
         assert (found.level, found.what) == ("error", f"this user may not run XADD, XTRIM on stream {TOPIC}")
+        assert found.do.endswith("ACL SETUSER … +xadd +xtrim")
     with Bench(database_url, user(server, "~*", "+@all", "-info")) as bench:
         findings = examine(bench.settings())
         assert the(findings, "redis-info").level == "warning"
