@@ -563,9 +563,12 @@ def stream_unusable(stream: str, failure: StreamUnusable) -> Finding:
 
 def clocks(database: DatabaseFacts | None, server: ServerFacts | None, limits: Limits) -> Iterator[Finding]:
     """How far the clocks of PostgreSQL, Redis and this machine are apart, of those that answer."""
-    clock_of = {"this machine": 0.0, "PostgreSQL": database and database.ahead_seconds}
-    clock_of["Redis"] = server and server.ahead_seconds
-    ahead = {name: seconds for name, seconds in clock_of.items() if seconds is not None}
+    known = {
+        "this machine": 0.0,
+        "PostgreSQL": database.ahead_seconds if database else None,
+        "Redis": server.ahead_seconds if server else None,
+    }
+    ahead = {name: seconds for name, seconds in known.items() if seconds is not None}
     first, last = min(ahead, key=ahead.__getitem__), max(ahead, key=ahead.__getitem__)
     apart = ahead[last] - ahead[first]
     if apart > limits.clock_seconds:
