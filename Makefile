@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready-$(shell cksum < pyproject.toml | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint types bench clean
+.PHONY: help setup demo test check lint types bench soak clean
 
 help:  ## list what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ check: lint types test  ## what CI runs: lint, types, tests
 
 bench: $(READY)  ## measure relay and consumer beside their baselines: a table, and JSON in benchmarks/results.json
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+SECONDS ?= 60
+soak: $(READY)  ## every fault at random under load, then every invariant: make soak SECONDS=600
+	@$(BIN)/python -m tests.faults.soak $(SECONDS) $(ARGS)
 
 clean:  ## remove the virtual environment and caches
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from types import TracebackType
 from typing import Annotated, Any
 
 import typer
 
 from consumer.doctor import examine
 from consumer.handlers import Consumer
+from consumer.reconcile import Report
+from consumer.reconcile import reconcile as reconciled
 from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
+from outbox import operations
+from outbox import schema as schemas
 from outbox.cli import (
     AsJson,
     LogLevel,
@@ -26,7 +36,9 @@ from outbox.cli import (
     stop_on_signals,
 )
 from outbox.doctor import TRANSACTION_SECONDS, Limits
-from outbox.errors import SettingsError
+from outbox.errors import OutboxError, SettingsError
+from outbox.replay import Selection, replay
+from outbox.settings import RelaySettings
 
 app = typer.Typer(
     name="consumer",
@@ -62,7 +74,7 @@ def run(
 ) -> None:
     """Consume until SIGTERM or Ctrl-C; run as many processes as you like."""
     configure_logging(log_level)
-    consumer = load(target)
+    consumer = _loaded(target)
     overrides: dict[str, Any] = {"schema_name": schema} if schema else {}
     settings = ConsumerSettings(**overrides)
     worker = Worker(consumer, settings)
@@ -87,8 +99,91 @@ def doctor(
     """
     overrides: dict[str, Any] = {"schema_name": schema} if schema else {}
     limits = Limits(transaction_seconds=transaction_seconds)
-    findings = examine(load(target), ConsumerSettings(**overrides), limits)
+    findings = examine(_loaded(target), ConsumerSettings(**overrides), limits)
     report(findings, as_json=as_json, strict=strict)
+
+
+@app.command()
+def reconcile(
+    target: Annotated[str, typer.Argument(metavar="MODULE:NAME", help="The Consumer, e.g. myapp.handlers:wallet.")],
+    days: Annotated[float, typer.Option(min=0.001, help="Compare what was recorded in the last so many days.")] = 7,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that an event may be on its way.")] = 300,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Have the missing ones published again, for us alone.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all ids.")] = False,
+    outbox_schema: Annotated[str | None, typer.Option(help="Default: OUTBOX_SCHEMA, else public.")] = None,
+    schema: Schema = None,
+) -> None:
+    """Compare an outbox (OUTBOX_DATABASE_URL, else DATABASE_URL) with this consumer's ledger (DATABASE_URL).
+
+    Exit code 0: nothing is missing and nothing extra; 3: something is.
+    """
+    consumer = _loaded(target)
+    overrides: dict[str, Any] = {"schema_name": schema} if schema else {}
+    settings = ConsumerSettings(**overrides)
+    theirs: dict[str, Any] = {"schema_name": outbox_schema} if outbox_schema else {}
+    if os.environ.get("OUTBOX_DATABASE_URL"):
+        theirs["database_url"] = os.environ["OUTBOX_DATABASE_URL"]
+    relay_settings = RelaySettings(**theirs)
+    with operations.opened(relay_settings) as (store, outbox, transport):
+        with (
+            outbox.transaction(),
+            schemas.connect(settings.database_url.get_secret_value(), "consumer reconcile") as ledger,
+        ):
+            schemas.check_revision(ledger, "consumer", settings.schema_name)
+            now = store.now(outbox)
+            report = reconciled(
+                consumer, outbox, ledger, since=now - timedelta(days=days), now=now, grace=timedelta(seconds=grace),
+                outbox_schema=relay_settings.schema_name, ledger_schema=settings.schema_name,
+            )  # fmt: skip
+        if as_json:
+            typer.echo(json.dumps(asdict(report), default=str, indent=2))
+        else:
+            for line in _lines(report):
+                typer.echo(line)
+        if repair and report.missing:
+            selection = Selection(ids=tuple(report.missing))
+            steps = list(replay(store, outbox, transport, relay_settings, selection, consumer=consumer.name))
+            typer.echo(f"{steps[-1].events if steps else 0:,} published again for {consumer.name} alone", err=True)
+    if report.missing_count or report.extra_count:
+        raise typer.Exit(3)
+
+
+def _lines(report: Report) -> Iterator[str]:
+    yield f"{report.compared:,} events compared, {report.dead:,} of them put aside as dead letters"
+    for what, number, ids in (
+        ("missing: not in the ledger", report.missing_count, report.missing),
+        ("late: not in the ledger yet", report.late_count, report.late),
+        ("extra: not recorded in this outbox", report.extra_count, report.extra),
+    ):
+        yield f"{number:,} {what}" + (":" if ids else "")
+        yield from (f"  {event_id}" for event_id in ids[:20])
+        if number > 20:
+            yield f"  and {number - 20:,} more"
+
+
+def _loaded(target: str) -> Consumer:
+    """`load`; what its module raises is shown from the module on, without the command's own lines."""
+    try:
+        return load(target)
+    except OutboxError:
+        raise
+    except Exception as error:
+        shown = error.with_traceback(_from_the_module_on(error.__traceback__))
+        typer.echo("".join(traceback.format_exception(shown)).rstrip(), err=True)
+        module = target.partition(":")[0]
+        raise SettingsError(f"cannot import {module!r}: {type(error).__name__}: {error}") from None
+
+
+def _from_the_module_on(frames: TracebackType | None) -> TracebackType | None:
+    """The frames after our own and the import system's; None where the module was not even compiled."""
+    while frames is not None:
+        name = frames.tb_frame.f_code.co_filename
+        if name not in (__file__, importlib.__file__) and not name.startswith("<frozen importlib"):
+            return frames
+        frames = frames.tb_next
+    return None
 
 
 def load(target: str) -> Consumer:
@@ -110,8 +205,10 @@ def load(target: str) -> Consumer:
         raise
     found = getattr(module, name, None)
     if not isinstance(found, Consumer):
+        # With the file: a module of the user's may be hidden by an installed one of the same name, as by our own.
         raise SettingsError(
-            f"{module_name} has no Consumer {name!r}" + (f", it is a {type(found).__name__}" if found else "")
+            f"{module_name} ({getattr(module, '__file__', None)}) has no Consumer {name!r}"
+            + (f", it is a {type(found).__name__}" if found is not None else "")
         )
     return found
 

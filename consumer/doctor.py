@@ -9,6 +9,7 @@ from typing import Final
 from consumer.handlers import Consumer
 from consumer.ledger import Connection, Ledger
 from consumer.settings import ConsumerSettings
+from consumer.worker import _MARGIN_SECONDS as MARGIN_SECONDS  # one rule, and the worker refuses to start by it
 from outbox.doctor import (
     Examination,
     Finding,
@@ -26,6 +27,7 @@ from outbox.doctor import (
     tables,
     transactions,
     transport,
+    upkeep_rights,
     warning,
 )
 from outbox.errors import StreamUnusable
@@ -36,10 +38,12 @@ from outbox.transport.base import streams_of
 #: What the consumer's role needs, by table; what the handlers write is theirs to know.
 CONSUMING: Final = {
     "consumer_schema_version": "SELECT",
-    "processed_messages": "SELECT, INSERT, UPDATE",
+    "processed_messages": "SELECT, INSERT, UPDATE, DELETE",
     "entity_versions": "SELECT, INSERT, UPDATE",
     "dead_letters": "SELECT, INSERT",
 }
+#: What it needs besides to forget what is old.
+UPKEEP: Final = {"processed_messages_default": "SELECT, DELETE", "entity_versions": "DELETE"}
 #: The relay's default: consumers do not know what it is set to.
 _PAUSE_SHARE = 0.8
 
@@ -92,6 +96,7 @@ def _settings(facts: DatabaseFacts, settings: ConsumerSettings) -> Iterator[Find
 
 
 def _ledger(connection: Connection, ledger: Ledger, settings: ConsumerSettings) -> Iterator[Finding]:
+    yield upkeep_rights(connection, ledger.schema, UPKEEP)
     yield partition_rights(connection, ledger.schema, "processed_messages")
     with reading(connection):
         ahead = ledger.seconds_ahead(connection)
@@ -156,6 +161,18 @@ def _relay(there: StreamTransport, consumer: Consumer, settings: ConsumerSetting
         else:
             yield ok("lanes", f"OUTBOX_LANES agrees with the relay about topic {topic}")
         if theirs.keep_seconds is not None:
-            yield ok(
-                "retention", f"the outbox keeps events of topic {topic} for {lasting(theirs.keep_seconds)}, the ledger for ever"
-            )  # fmt: skip
+            yield _retention(topic, theirs.keep_seconds, settings.ledger_retention_days)
+
+
+def _retention(topic: str, keep_seconds: int, days: int) -> Finding:
+    """The ledger must remember for longer than an event can be published again."""
+    what = (
+        f"the outbox keeps events of topic {topic} for {lasting(keep_seconds)} (OUTBOX_RETENTION_SECONDS), the ledger "
+        f"remembers for {days} days (CONSUMER_LEDGER_RETENTION_DAYS)"
+    )
+    if days * 86_400 < keep_seconds + MARGIN_SECONDS:
+        return error(
+            "retention", f"{what}: an event published again could be applied again, and the consumer does not start",
+            "Let the ledger remember for a day longer than the outbox keeps.",
+        )  # fmt: skip
+    return ok("retention", what)

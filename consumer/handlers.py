@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -74,11 +75,19 @@ class Consumer:
             raw: give the handler the psycopg connection instead of a SQLAlchemy Session.
 
         Raises:
-            SettingsError: the type has a handler already, or is ignored.
+            SettingsError: the type has a handler already, or is ignored; the function is async or a generator, so that
+                calling it would do nothing; `order` is not an `Order`.
         """
         self._check_type(type)
+        if not isinstance(order, Order):
+            raise SettingsError(f"consumer {self.name}: order must be Order.ANY or Order.LATEST, is {order!r}")
 
         def register(function: F) -> F:
+            if not _runs_when_called(function):
+                raise SettingsError(
+                    f"consumer {self.name}: the handler of {type!r} is async or a generator: its body would never run; "
+                    "handlers are plain functions"
+                )
             if type in self._handlers or type in self._ignored:
                 raise SettingsError(f"consumer {self.name}: {type!r} has a handler already or is ignored")
             self._handlers[type] = Registered(function, order, raw)
@@ -109,3 +118,10 @@ class Consumer:
     def _check_type(self, type: str) -> None:
         if not isinstance(type, str) or not 1 <= len(type) <= MAX_NAME:
             raise SettingsError(f"consumer {self.name}: an event type has 1 to {MAX_NAME} characters, is {type!r}")
+
+
+def _runs_when_called(function: object) -> bool:
+    """Whether calling it runs its body, instead of making a coroutine or a generator."""
+    called = getattr(function, "__call__", None)  # noqa: B004 - an object's own, which may be async
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    return not any(kind(each) for kind in kinds for each in (function, called))

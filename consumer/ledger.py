@@ -14,8 +14,9 @@ Connections are psycopg's, in a transaction that the caller begins and ends. Eve
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import psycopg
@@ -65,7 +66,10 @@ class Ledger:
 
         self._claim = compose("""
             INSERT INTO {processed_messages} (consumer, event_id)
-            SELECT %s, event_id FROM unnest(%s::uuid[]) WITH ORDINALITY AS batch (event_id, n) ORDER BY n
+            SELECT %s, event_id
+            FROM (SELECT set_config('application_name', %s, true)) AS tagged,
+                unnest(%s::uuid[]) WITH ORDINALITY AS batch (event_id, n)
+            ORDER BY n
             ON CONFLICT (consumer, event_id) DO NOTHING RETURNING event_id::text
         """)
         self._present = compose("""
@@ -73,6 +77,9 @@ class Ledger:
         """)
         self._mark = compose("""
             UPDATE {processed_messages} SET outcome = %s WHERE consumer = %s AND event_id = ANY (%s::uuid[])
+        """)
+        self._forget = compose("""
+            DELETE FROM {processed_messages} WHERE consumer = %s AND event_id = ANY (%s::uuid[])
         """)
         self._touch = compose("""
             INSERT INTO {entity_versions} (consumer, topic, type, key)
@@ -104,9 +111,17 @@ class Ledger:
         """Insert the ledger rows of these events; returns those that are fresh. The others were processed before.
 
         Waits for transactions that insert the same rows. Locks nothing else. Uses the primary key.
+
+        Tags the transaction by the name of the application, for as long as it lasts (see `tag`).
         """
-        rows = connection.execute(self._claim, (self.consumer, _array(sorted(ids))))
+        rows = connection.execute(self._claim, (self.consumer, f"consumer {self.consumer} *", _array(sorted(ids))))
         return {uuid.UUID(found) for (found,) in rows}
+
+    @staticmethod
+    def tag(connection: Connection) -> str | None:
+        """The application's name as PostgreSQL last said it. It says it of itself whenever the name changes, so when a
+        tagged transaction ends, too; asking costs nothing."""
+        return None if connection.closed else connection.info.parameter_status("application_name")
 
     def present(self, connection: Connection, ids: Iterable[uuid.UUID]) -> set[uuid.UUID]:
         """Those of the events that have a ledger row. Uses the primary key."""
@@ -116,6 +131,10 @@ class Ledger:
     def mark(self, connection: Connection, ids: Iterable[uuid.UUID], outcome: str) -> None:
         """Say in the ledger rows (inserted by this transaction) how the events ended, if not ``applied``."""
         connection.execute(self._mark, (outcome, self.consumer, _array(ids)))
+
+    def forget(self, connection: Connection, ids: Iterable[uuid.UUID]) -> None:
+        """Delete the rows of events that were not processed after all. Uses the primary key."""
+        connection.execute(self._forget, (self.consumer, _array(ids)))
 
     def lock_versions(self, connection: Connection, entities: Iterable[Entity]) -> dict[Entity, int | None]:
         """Lock the entities against other consumers of the name, in order; returns the versions applied so far.
@@ -150,6 +169,62 @@ class Ledger:
                 ),
             )  # fmt: skip
 
+    # --- retention ---
+
+    def drop_partition(self, connection: Connection, keep_seconds: float) -> str | None:
+        """Drop the oldest partition of the ledger if all of its UUIDv7 ids are older than `keep_seconds`; returns its name.
+
+        It holds rows of every consumer. ACCESS EXCLUSIVE on it and on the ledger is waited for for a quarter of a second.
+
+        Args:
+            connection: in autocommit mode.
+        """
+        names = schemas.existing_partitions(connection, self.schema, "processed_messages")
+        oldest = min((name for name in names if not name.endswith("_default")), key=_upper, default="")
+        row = connection.execute(
+            "SELECT %s < extract(epoch FROM clock_timestamp()) * 1000 - %s",
+            (_upper(oldest) if oldest else None, keep_seconds * 1000),
+        ).fetchone()
+        if not row or not row[0]:
+            return None
+        parent, child = sql.Identifier(self.schema, "processed_messages"), sql.Identifier(self.schema, oldest)
+        try:
+            with connection.transaction():
+                connection.execute("SET LOCAL lock_timeout = '250ms'")
+                connection.execute(sql.SQL("LOCK TABLE ONLY {} IN ACCESS EXCLUSIVE MODE").format(parent))
+                connection.execute(sql.SQL("DROP TABLE {}").format(child))
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected, psycopg.errors.UndefinedTable):
+            return None
+        return oldest
+
+    def delete_old(self, connection: Connection, keep_seconds: float, limit: int) -> int:
+        """Delete up to `limit` rows each of the ledger's default partition (ids that are not UUIDv7) and of the versions
+        that are older than `keep_seconds`, of every consumer. Reads both tables; locks only these rows."""
+        deleted = 0
+        for table, column in (("processed_messages_default", "processed_at"), ("entity_versions", "updated_at")):
+            deleted += connection.execute(
+                sql.SQL("""
+                DELETE FROM {table} WHERE ctid = ANY (ARRAY(
+                    SELECT ctid FROM {table} WHERE {column} < clock_timestamp() - make_interval(secs => %s)
+                    LIMIT %s FOR UPDATE SKIP LOCKED))
+                """).format(table=sql.Identifier(self.schema, table), column=sql.Identifier(column)),
+                (keep_seconds, limit),
+            ).rowcount
+        return deleted
+
+    def processed(self, connection: Connection, since: datetime) -> Iterator[tuple[uuid.UUID, str]]:
+        """Ids and outcomes of what was processed since then, in order of the ids; streamed, in a transaction. Walks the
+        primary key."""
+        with connection.cursor(name="processed") as cursor:
+            cursor.itersize = 5000
+            cursor.execute(
+                sql.SQL("""
+                SELECT event_id, outcome FROM {} WHERE consumer = %s AND processed_at >= %s ORDER BY event_id
+                """).format(sql.Identifier(self.schema, "processed_messages")),
+                (self.consumer, since),
+            )
+            yield from cursor
+
     # --- partitions ---
 
     def make_partitions(self, connection: Connection, days: int, ahead: int) -> int:
@@ -161,7 +236,7 @@ class Ledger:
         row = connection.execute("SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint").fetchone()
         assert row is not None
         names = schemas.existing_partitions(connection, self.schema, "processed_messages")
-        highs = [int(name.rsplit("_", 1)[1]) for name in names if not name.endswith("_default")]
+        highs = [_upper(name) for name in names if not name.endswith("_default")]
         now, width = row[0], days * _DAY_MS
         low = max(now - now % width, max(highs, default=0))
         ranges = [
@@ -186,6 +261,11 @@ class Ledger:
         """How many deliveries of this consumer are put aside, by reason. Walks its part of dead_letters_delivery."""
         rows = connection.execute(self._count_dead, (self.consumer,))
         return dict(rows.fetchall())
+
+
+def _upper(partition: str) -> int:
+    """The millisecond that a partition's ids end before, from its name."""
+    return int(partition.rsplit("_", 1)[1])
 
 
 def _first_id(milliseconds: int) -> str:

@@ -6,16 +6,22 @@ before `Processor.process` has returned, that is, before the transaction's end i
 the ledger, read on a new connection, does.
 
 If a handler of the batch fails, the transaction is rolled back and its deliveries run one by one, each in a transaction of
-its own, so that only the failing one is left for later.
+its own, so that only the failing one is left for later. The same if the connection is lost while handlers run: that may be
+the server's doing, or one event's (a time-out, a query that crashes its backend). An event that loses it alone as well has
+failed; if no new connection can be opened, nobody has.
+
+Whom an error is blamed on: a handler's own statement, or the COMMIT with what is deferred to it, on the handler, unless
+the server says that it cannot work now; a statement of the ledger's on PostgreSQL.
 """
 
 from __future__ import annotations
 
 import enum
+import inspect
 import logging
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -27,7 +33,8 @@ from sqlalchemy.orm import Session
 from consumer.handlers import Consumer, Order, Registered
 from consumer.ledger import Connection, DeadLetter, Entity, Ledger
 from outbox.envelope import Envelope, decode
-from outbox.errors import HandlerMisuse, OutboxError, UndecodableEntry
+from outbox.errors import HandlerMisuse, OutboxError, SettingsError, UndecodableEntry
+from outbox.retry import database_away
 from outbox.transport import Delivery
 from outbox.transport.base import topic_of
 
@@ -36,6 +43,10 @@ _log = logging.getLogger(__name__)
 #: SQLSTATEs of transactions that PostgreSQL gave up for the sake of another: worth trying again at once.
 _SERIALIZATION = frozenset({"40001", "40P01"})
 _TRIES = 5
+#: Classes of SQLSTATEs that say something about the values in a statement.
+_VALUES = ("22", "23", "54")
+#: Of the resource class (53), but about one query: it wants more temporary files than it may have.
+_QUERY_LIMIT = "53400"
 
 
 class Outcome(enum.StrEnum):
@@ -55,6 +66,10 @@ class DatabaseUnavailable(OutboxError):
     retryable = True
 
 
+class _Lost(Exception):
+    """The connection was lost after handlers had begun, and nothing was committed."""
+
+
 @dataclass(slots=True)
 class _Item:
     delivery: Delivery
@@ -66,9 +81,22 @@ class _Item:
 
 @dataclass(slots=True)
 class _Work:
-    """What a transaction did besides the handlers' effects."""
+    """How far a transaction is.
+
+    Attributes:
+        fresh: events whose ledger rows it inserted.
+        begun: what handlers were called with; the last one may be at it.
+        ours: whether the statement at work is the ledger's; otherwise it is a handler's, or the COMMIT.
+        tag: what the transaction can be told by from another (see `Ledger.tag`); None: it cannot.
+        ended: a handler ended the transaction by a statement of its own.
+    """
 
     fresh: set[uuid.UUID] = field(default_factory=set)
+    begun: list[_Item] = field(default_factory=list)
+    ours: bool = True
+    committing: bool = False
+    tag: str | None = None
+    ended: bool = False
     misuse: HandlerMisuse | None = None
 
 
@@ -109,42 +137,70 @@ class Processor:
         self._engine = engine
         self._ledger = Ledger(consumer.name, schema)
         self._unknown: set[str] = set()
+        self._one_by_one = False  # the batch lost its connection, and PostgreSQL was away then
+        self._suspect: tuple[str, str] | None = None  # ran alone when PostgreSQL went away
 
     def process(
-        self, deliveries: Sequence[Delivery], stopping: Callable[[], bool] = lambda: False
+        self,
+        deliveries: Sequence[Delivery],
+        stopping: Callable[[], bool] = lambda: False,
+        progress: Callable[[], None] = lambda: None,
     ) -> list[Outcome | None]:
         """The outcome of each delivery, in their order; None for what was not started because of `stopping`.
 
+        Args:
+            progress: called after every handler and every delivery that runs alone.
+
         Raises:
             DatabaseUnavailable: run the same deliveries again later.
+            SettingsError: the engine cannot be used.
         """
         items = [self._decoded(delivery) for delivery in deliveries]
-        try:
-            self._transact(items)
+        if not self._one_by_one and self._together(items, progress):
             return [item.outcome for item in items]
-        except DatabaseUnavailable:
-            raise
-        except Exception as error:
-            if len(items) == 1:
-                self._failed(items[0], error)
-                return [items[0].outcome]
-            _log.info(
-                "a batch of %d failed and runs one by one: %s",
-                len(items),
-                _brief(error),
-                extra={"action": "one_by_one"},
-            )
         for item in items:
             if stopping():
                 item.outcome = None
                 continue
-            try:
-                self._transact([item])
-            except DatabaseUnavailable:
-                raise
-            except Exception as error:
-                self._failed(item, error)
+            self._alone(item, progress)
+            progress()
+        self._one_by_one = False
         return [item.outcome for item in items]
+
+    def _together(self, items: Sequence[_Item], progress: Callable[[], None]) -> bool:
+        """Run items in one transaction; False: they are to run one by one."""
+        try:
+            self._transact(items, progress)
+            return True
+        except (DatabaseUnavailable, SettingsError):
+            raise
+        except _Lost as error:
+            self._one_by_one = True  # also when PostgreSQL must come back first: it may be an event that crashed it
+            reason = str(error)
+        except Exception as error:
+            if len(items) == 1:
+                self._failed(items[0], error)
+                return True
+            reason = brief(error)
+        _log.info("a batch of %d failed and runs one by one: %s", len(items), reason, extra={"action": "one_by_one"})
+        return False
+
+    def _alone(self, item: _Item, progress: Callable[[], None]) -> None:
+        """Run an item in a transaction of its own."""
+        name = (item.delivery.stream, item.delivery.receipt)
+        try:
+            if self._suspect == name:
+                raise _Lost("PostgreSQL went away while it ran alone")
+            self._transact([item], progress)
+        except (DatabaseUnavailable, SettingsError):
+            raise
+        except _Lost as error:
+            self._suspect = name
+            self._reach()
+            self._suspect = None
+            self._failed(item, error)
+        except Exception as error:
+            self._failed(item, error)
 
     def _decoded(self, delivery: Delivery) -> _Item:
         item = _Item(delivery)
@@ -166,65 +222,131 @@ class Processor:
         event = item.event
         _log.error(
             "handler failed, the event stays pending: %s %s: %s",
-            event.type if event else None, event.id if event else item.delivery.receipt, _brief(error),
+            event.type if event else None, event.id if event else item.delivery.receipt, brief(error),
             extra={"action": "handler_failed", "event_id": str(event.id) if event else None},
-            exc_info=error,
+            exc_info=_presentable(error),
         )  # fmt: skip
 
     # --- the transaction ---
 
-    def _transact(self, items: Sequence[_Item]) -> None:
+    def _transact(self, items: Sequence[_Item], progress: Callable[[], None]) -> None:
         """Run items in one transaction; tries again when PostgreSQL gave it up for the sake of another."""
         for left in reversed(range(_TRIES)):
             try:
-                return self._transact_once(items)
-            except (psycopg.Error, sqlalchemy.exc.DBAPIError) as error:
-                if _sqlstate(error) not in _SERIALIZATION or not left:
+                return self._transact_once(items, progress)
+            except (psycopg.Error, sqlalchemy.exc.DBAPIError, DatabaseUnavailable) as error:
+                cause = error.__cause__ if isinstance(error, DatabaseUnavailable) else error
+                if _sqlstate(cause) not in _SERIALIZATION or not left:
                     raise
         return None
 
-    def _transact_once(self, items: Sequence[_Item]) -> None:
-        try:
-            connection = self._engine.connect()
-        except (psycopg.Error, sqlalchemy.exc.SQLAlchemyError) as error:
-            raise DatabaseUnavailable(f"PostgreSQL: {_brief(error)}") from error
-        with connection:
-            raw = connection.connection.driver_connection
-            if not isinstance(raw, psycopg.Connection):
-                raise TypeError("the engine must use psycopg 3 (postgresql+psycopg://)")
+    def _transact_once(self, items: Sequence[_Item], progress: Callable[[], None]) -> None:
+        with self._connect() as connection:
+            raw = driver_connection(connection)
             work = _Work()
             try:
                 with connection.begin():
-                    self._apply(connection, raw, items, work)
-                    committing = True
+                    self._apply(connection, raw, items, work, progress)
+                    work.ours, work.committing = False, True
             except BaseException as error:
-                if not raw.closed:
+                with suppress(psycopg.Error):
                     raw.rollback()  # SQLAlchemy leaves it out after a commit that was refused
+                if raw.closed:
+                    connection.invalidate()
+                if not isinstance(error, Exception) or (
+                    not raw.closed and not work.ended and not _is_away(error, work)
+                ):
                     raise
-                connection.invalidate()
-                if not isinstance(error, Exception):
-                    raise
-                if work.misuse:  # the handler closed it, not the server
-                    raise work.misuse from None
-                if "committing" in locals() and work.fresh and self._was_committed(work.fresh):
-                    return
-                raise DatabaseUnavailable(f"PostgreSQL: {_brief(error)}") from error
+                self._settle(raw, items, work, error)
+
+    def _settle(self, raw: Connection, items: Sequence[_Item], work: _Work, error: Exception) -> None:
+        """See what became of a transaction that was not simply rolled back; returns if it is done after all."""
+        if raw.closed:
+            if work.misuse:  # the handler closed it, not the server
+                raise work.misuse from None
+            if work.committing and work.fresh and self._was_committed(work.fresh):
+                return
+            if work.begun:
+                raise _Lost(f"the connection was lost: {brief(error)}") from error
+        elif work.ended:
+            if self._take_back(raw, items, work):
+                return
+            if not _is_away(error, work):
+                raise error  # it was a rollback: nothing is left
+        raise DatabaseUnavailable(f"PostgreSQL: {brief(error)}") from error
+
+    def _connect(self) -> sqlalchemy.Connection:
+        try:
+            return self._engine.connect()
+        except (psycopg.Error, sqlalchemy.exc.SQLAlchemyError) as error:
+            raise DatabaseUnavailable(f"PostgreSQL: {brief(error)}") from error
+
+    def _reach(self) -> None:
+        """See that PostgreSQL answers.
+
+        Raises:
+            DatabaseUnavailable: it does not.
+        """
+        self._was_committed(set())
 
     def _was_committed(self, fresh: set[uuid.UUID]) -> bool:
         """Whether the transaction with these ledger rows was committed, asked on a new connection.
+
+        All of them must be there: some may be another process's, which took a part of the batch when ours was rolled
+        back. If it took all of it, that is as good: everything is applied.
 
         No means no for now only: the server may still be at it. Running the batch again is right in both cases, since
         its insert waits for the other transaction.
         """
         try:
-            with self._engine.connect() as connection:
-                raw = connection.connection.driver_connection
-                assert isinstance(raw, psycopg.Connection)
-                return bool(self._ledger.present(raw, fresh))
+            with self._connect() as connection:
+                return self._ledger.present(driver_connection(connection), fresh) == fresh
         except (psycopg.Error, sqlalchemy.exc.SQLAlchemyError) as error:
-            raise DatabaseUnavailable(f"PostgreSQL: {_brief(error)}") from error
+            raise DatabaseUnavailable(f"PostgreSQL: {brief(error)}") from error
 
-    def _apply(self, connection: sqlalchemy.Connection, raw: Connection, items: Sequence[_Item], work: _Work) -> None:
+    def _take_back(self, raw: Connection, items: Sequence[_Item], work: _Work) -> bool:
+        """Make good what a handler's own COMMIT did: the ledger rows of events that have not run are there with it.
+
+        They are deleted again, and the versions written of those that have run. Returns whether it was a COMMIT.
+        """
+        ran = {item.event.id for item in work.begun if item.event}
+        try:
+            with raw.transaction():
+                if not self._ledger.present(raw, work.fresh):
+                    return False
+                self._ledger.forget(raw, work.fresh - ran)
+                if versions := self._settle_versions(raw, work.begun):
+                    self._ledger.raise_versions(raw, versions)
+        except psycopg.Error as error:
+            _log.critical(
+                "a handler ended the transaction with a statement of its own, and what it left could not be taken back "
+                "(%s); these events count as applied, but have not run: %s",
+                brief(error), ", ".join(map(str, work.fresh - ran)), extra={"action": "events_lost"},
+            )  # fmt: skip
+            raise
+        waiting = [item for item in items if item.event is None or item.event.id in work.fresh - ran]
+        for item in waiting:
+            item.outcome = Outcome.RETRY
+        for item in work.begun:
+            item.outcome = Outcome.APPLIED
+        culprit = work.begun[-1].event
+        assert culprit is not None
+        _log.error(
+            "the handler of %s %s ended the transaction with a statement of its own: it and %d events before it in the "
+            "batch are committed, what it did after that is not; %d that had not run stay pending",
+            culprit.type, culprit.id, len(ran) - 1, len(waiting),
+            extra={"action": "transaction_ended", "event_id": str(culprit.id)},
+        )  # fmt: skip
+        return True
+
+    def _apply(
+        self,
+        connection: sqlalchemy.Connection,
+        raw: Connection,
+        items: Sequence[_Item],
+        work: _Work,
+        progress: Callable[[], None],
+    ) -> None:
         ledger = self._ledger
         first: dict[uuid.UUID, _Item] = {}
         for item in items:
@@ -239,29 +361,34 @@ class Processor:
                 first[event.id] = item
                 item.outcome = Outcome.DUPLICATE
         if first:
+            before = ledger.tag(raw)
             work.fresh = ledger.claim(raw, first)
+            tag = ledger.tag(raw)
+            work.tag = tag if tag != before else None
         fresh = [item for event_id, item in first.items() if event_id in work.fresh]
         for item in fresh:
             item.outcome = Outcome.DEAD if item.letter else Outcome.APPLIED
         to_run = [item for item in fresh if item.letter is None]
         versions = self._settle_versions(raw, to_run)
         try:
-            self._run(connection, raw, [item for item in to_run if item.outcome is Outcome.APPLIED])
+            self._run(connection, raw, [item for item in to_run if item.outcome is Outcome.APPLIED], work, progress)
         except HandlerMisuse as error:
             work.misuse = error
             raise
+        work.ours = True
         if versions:
             ledger.raise_versions(raw, versions)
         for outcome in (Outcome.STALE, Outcome.DEAD):
             ids = [item.event.id for item in fresh if item.outcome is outcome and item.event]
             if ids:
                 ledger.mark(raw, ids, outcome)
-        letters = [item.letter for item in items if item.letter and item.outcome is Outcome.DEAD]
-        if letters:
-            ledger.bury(raw, letters)
-            for letter in letters:
+        dead = [(item.event, item.letter) for item in items if item.letter and item.outcome is Outcome.DEAD]
+        if dead:
+            ledger.bury(raw, [letter for _, letter in dead])
+            for event, letter in dead:
+                what = f"{event.type} {event.id} of key {event.key!r}" if event else "what is no event"
                 _log.error(
-                    "put aside in dead_letters: %s %s: %s", letter.stream, letter.receipt, letter.error,
+                    "put aside in dead_letters: %s, %s %s: %s", what, letter.stream, letter.receipt, letter.error,
                     extra={"action": "dead_letter", "reason": letter.reason, "event_id": str(letter.event_id)},
                 )  # fmt: skip
 
@@ -300,32 +427,87 @@ class Processor:
                 reached[entity] = version
         return reached
 
-    def _run(self, connection: sqlalchemy.Connection, raw: Connection, items: list[_Item]) -> None:
+    def _run(
+        self,
+        connection: sqlalchemy.Connection,
+        raw: Connection,
+        items: list[_Item],
+        work: _Work,
+        progress: Callable[[], None],
+    ) -> None:
         """Run the handlers, sorted by key: one key keeps its order, and a common order avoids deadlocks."""
         items.sort(key=lambda item: (item.event.key or "") if item.event else "")
         if not items:
             return
         session = HandlerSession(bind=connection)
+        work.ours = False
         with ExitStack() as stack:
             stack.callback(session.discard)
             # Inside psycopg's own transaction block nobody can commit or roll back, by whatever way he got at the
             # connection: a commit would leave the ledger rows of events that have not run.
             stack.enter_context(raw.transaction())
-            for item in items:
-                event, handler = item.event, item.handler
-                assert event is not None
-                assert handler is not None
-                handler.function(event, raw if handler.raw else session)
-                if not handler.raw:
-                    session.flush()  # now, so that an error names the right event
-                status = raw.info.transaction_status
-                if status != TransactionStatus.INTRANS:
-                    raise HandlerMisuse(
-                        "the handler caught a database error outside of session.begin_nested() and left the transaction "
-                        "aborted"
-                        if status == TransactionStatus.INERROR
-                        else "the handler ended the transaction it was given"
-                    )
+            try:
+                for item in items:
+                    work.begun.append(item)
+                    _call(item, session, raw)
+                    # The statement COMMIT cannot be refused, and psycopg begins anew with the next one.
+                    if work.tag is not None and self._ledger.tag(raw) != work.tag:
+                        raise HandlerMisuse("the handler ended the transaction it was given (or set application_name)")
+                    progress()
+            except BaseException:  # looked at before anybody rolls back
+                idle = raw.info.transaction_status == TransactionStatus.IDLE
+                work.ended = idle or (work.tag is not None and self._ledger.tag(raw) != work.tag)
+                raise
+
+
+def _call(item: _Item, session: HandlerSession, raw: Connection) -> None:
+    """Run one handler, and see that it leaves the transaction as it should."""
+    event, handler = item.event, item.handler
+    assert event is not None
+    assert handler is not None
+    result = handler.function(event, raw if handler.raw else session)
+    if result is not None:
+        _refuse_unfinished(result)
+    if not handler.raw:
+        session.flush()  # now, so that an error names the right event
+    status = raw.info.transaction_status
+    if raw.broken:
+        raise psycopg.OperationalError("the handler caught the loss of its connection")
+    if status != TransactionStatus.INTRANS:
+        raise HandlerMisuse(
+            "the handler caught a database error outside of session.begin_nested() and left the transaction aborted"
+            if status == TransactionStatus.INERROR
+            else "the handler ended the transaction it was given"
+        )
+
+
+def _refuse_unfinished(result: object) -> None:
+    """Refuse what a handler has only promised to do (a lambda's or a partial's coroutine, say)."""
+    if inspect.iscoroutine(result) or inspect.isgenerator(result):
+        result.close()
+    elif not inspect.isawaitable(result) and not inspect.isasyncgen(result):
+        return
+    raise HandlerMisuse(
+        f"the handler returned a {type(result).__name__}, which nobody runs: handlers are plain functions, not async "
+        "ones or generators"
+    )
+
+
+def driver_connection(connection: sqlalchemy.Connection) -> Connection:
+    """The psycopg connection beneath SQLAlchemy's.
+
+    Raises:
+        SettingsError: it is another driver's, or commits by itself.
+    """
+    raw = connection.connection.driver_connection
+    if not isinstance(raw, psycopg.Connection):
+        raise SettingsError("the consumer's engine must use psycopg 3 (postgresql+psycopg://)")
+    if raw.autocommit:
+        raise SettingsError(
+            "the consumer's engine is in AUTOCOMMIT mode: an event's ledger row and its effect would not be one "
+            "transaction, and a crash between them would lose the event; leave isolation_level out"
+        )
+    return raw
 
 
 def _letter(item: _Item, reason: str, error: str) -> DeadLetter:
@@ -335,12 +517,61 @@ def _letter(item: _Item, reason: str, error: str) -> DeadLetter:
     return DeadLetter(delivery.stream, delivery.receipt, event_id, reason, error, delivery.fields, delivery.count)
 
 
-def _sqlstate(error: BaseException) -> str | None:
-    original = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) else error
-    return getattr(original, "sqlstate", None)
+def _original(error: BaseException | None) -> BaseException | None:
+    """The driver's error in SQLAlchemy's."""
+    return (error.orig or error) if isinstance(error, sqlalchemy.exc.StatementError) else error
 
 
-def _brief(error: BaseException) -> str:
-    """The error in one line, without the statement and parameters that SQLAlchemy adds: they hold payloads."""
-    original = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) and error.orig else error
-    return f"{type(original).__name__}: {' '.join(str(original).split())[:500]}"
+def _sqlstate(error: BaseException | None) -> str | None:
+    return getattr(_original(error), "sqlstate", None)
+
+
+def _is_away(error: BaseException, work: _Work) -> bool:
+    """Whether an error says that PostgreSQL cannot work now, and nothing about an event; the connection is still open."""
+    original = _original(error)
+    if not isinstance(original, psycopg.Error):
+        return False
+    if work.ours:  # time-outs, rights, a table that is gone: no event's fault, unless the values are refused
+        return not (original.sqlstate or "").startswith(_VALUES)
+    # Without a SQLSTATE it is the handler's mistake with the driver, or a connection of its own to somewhere else.
+    return original.sqlstate not in (None, _QUERY_LIMIT) and database_away(original)
+
+
+def brief(error: BaseException) -> str:
+    """The error in one line, without the values that PostgreSQL's details and SQLAlchemy's parameters hold."""
+    original = _original(error)
+    return f"{type(original).__name__}: {' '.join(_text(error).split())[:500]}"
+
+
+def _text(error: BaseException) -> str:
+    original = _original(error)
+    if isinstance(original, psycopg.Error) and original.sqlstate:
+        if original.sqlstate.startswith("22"):  # of data: the message itself quotes the value
+            return f"SQLSTATE {original.sqlstate}"
+        return original.diag.message_primary or f"SQLSTATE {original.sqlstate}"
+    if original is not error and not isinstance(original, psycopg.Error):
+        return "a parameter cannot be sent"  # SQLAlchemy's StatementError; the error in it quotes the value
+    text = str(original)
+    if isinstance(error, sqlalchemy.exc.PendingRollbackError):
+        return text.partition(" Original exception was:")[0]
+    return text
+
+
+def _presentable(error: BaseException) -> BaseException:
+    """The error as a traceback may show it: databases' errors in its chain are replaced by such as have no values."""
+    if isinstance(error, psycopg.Error | sqlalchemy.exc.SQLAlchemyError):
+        original = _original(error)
+        shown: Exception = RuntimeError(brief(error))
+        if isinstance(original, psycopg.Error):
+            shown = type(original)(_text(error))
+        return shown.with_traceback(error.__traceback__)
+    link, seen = error, {id(error)}
+    while (behind := link.__cause__ or (None if link.__suppress_context__ else link.__context__)) is not None:
+        if id(behind) in seen:
+            break
+        if isinstance(behind, psycopg.Error | sqlalchemy.exc.SQLAlchemyError):
+            link.__cause__ = _presentable(behind)
+            break
+        link = behind
+        seen.add(id(link))
+    return error

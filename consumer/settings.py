@@ -21,20 +21,26 @@ class ConsumerSettings(Settings):
     schema_name: SchemaName = Field(default="public", validation_alias=AliasChoices("schema_name", "CONSUMER_SCHEMA"))
     #: This process's name in the group; must be unique among running ones. Default: host, process id and a random part.
     process_name: str | None = Field(default=None, min_length=1, max_length=200)
-    #: Most deliveries in one transaction. Default 500.
+    #: Most deliveries in one transaction, and in one read of each stream; what was read beyond one transaction waits for
+    #: the next. Default 500.
     batch_size: int = Field(default=500, ge=1, le=10_000)
     #: Longest wait for new entries in one read, in seconds; also how soon SIGTERM is noticed when idle. Default 1.
     block_seconds: float = Field(default=1.0, gt=0, le=30)
     #: How long a delivery may stay with one process before others take it over, in seconds; also the pause before a
     #: failed one is tried again. Longer than a batch takes. Default 60.
     claim_seconds: float = Field(default=60.0, ge=0.05, le=86_400)
-    #: How often to look for deliveries to take over, in seconds. Default 1.
+    #: How often to look for deliveries to take over, in seconds. Default 1. Looks that take long, since pending lists are,
+    #: are made less often: a fiftieth of the time, but four times in ``claim_seconds`` at least.
     check_seconds: float = Field(default=1.0, gt=0, le=60)
     #: Longest pause between tries while Redis or PostgreSQL fails, in seconds; pauses grow from 0.05 with jitter. Default 2.
     backoff_max_seconds: float = Field(default=2.0, gt=0, le=60)
     #: After how many times a connection keeps a statement prepared: 5 makes handlers about a fifth faster. Not through a
     #: pooler that does not know prepared statements (PgBouncer before 1.21). Default: never.
     prepare_threshold: int | None = Field(default=None, ge=0, le=1000)
+    #: Days for which the ledger remembers what was processed, and versions of keys that do not change. Longer than the
+    #: outbox keeps events (``OUTBOX_RETENTION_SECONDS``) by a day at least, or an event published again could be applied
+    #: again; that is seen to at the start. Default 30.
+    ledger_retention_days: int = Field(default=30, ge=1, le=3650)
     #: Days that one partition of the ledger holds, and partitions kept ahead of the clock. Defaults 7 and 4.
     ledger_partition_days: int = Field(default=7, ge=1, le=365)
     ledger_partitions_ahead: int = Field(default=4, ge=1, le=100)

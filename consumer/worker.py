@@ -6,13 +6,16 @@ when Redis is away, what is processed is acknowledged later (or delivered again,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import socket
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import sqlalchemy
@@ -20,19 +23,31 @@ import sqlalchemy
 from consumer.claims import Recovery
 from consumer.handlers import Consumer
 from consumer.ledger import Ledger
-from consumer.process import DatabaseUnavailable, Outcome, Processor
+from consumer.process import DatabaseUnavailable, Outcome, Processor, brief, driver_connection
 from consumer.settings import ConsumerSettings
 from outbox import schema as schemas
 from outbox.errors import GroupLost, SettingsError, StreamUnusable, TransportError
-from outbox.retry import Stop, until_done
+from outbox.retry import Stop, database_away, until_done
 from outbox.telemetry import Claimed, Observer, Outcomes, guarded
 from outbox.transport import Delivery, StreamTransport, Transport
-from outbox.transport.base import streams_of
+from outbox.transport.base import side_stream, streams_of
 
 _log = logging.getLogger(__name__)
 
-_PARTITION_SECONDS = 3600.0
+_PARTITION_SECONDS = 60.0
 _LANES_SECONDS = 10.0
+#: Rows of the ledger deleted at a time, once a minute.
+_DELETED = 5000
+_SIDE_SECONDS = 60.0
+#: By how much longer the ledger must remember than the outbox keeps: the time that an event may be in a stream, and tried.
+_MARGIN_SECONDS = 86_400
+#: How often names are looked for that processes left in the group, and after how long idle they are taken for left.
+_NAMES_SECONDS = 60.0
+_LEFT_SECONDS = 3600.0
+_BEAT_SECONDS = 1.0
+#: Pause between looks for deliveries to take over, in durations of the last look: a server whose pending lists are long
+#: is busy with them for a fiftieth of the time at most.
+_LOOK_PAUSE = 50.0
 
 
 class Worker:
@@ -77,17 +92,22 @@ class Worker:
         self._name = settings.process_name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._streams = [
             stream for topic in consumer.topics for stream in streams_of(topic, settings.lanes.get(topic, 1))
-        ]
+        ] + [side_stream(topic, consumer.name) for topic in consumer.topics]
         self._recovery = Recovery(
             self._transport, consumer.name, self._name, settings.claim_seconds, settings.batch_size
         )
         self._stopping = Stop()
         self._usable: list[str] | None = None  # None: the groups are to be made
+        self._opened = False  # our name may be in them
         self._at_hand: list[Delivery] = []
         self._unacknowledged: list[Delivery] = []
+        self._claimed = False  # the last deliveries were taken over
+        self._look_seconds = 0.0
         self._check_due = 0.0
         self._partitions_due = 0.0
         self._lanes_due = 0.0
+        self._names_due = 0.0
+        self._beat_due = 0.0
 
     # --- running ---
 
@@ -96,7 +116,7 @@ class Worker:
 
         Raises:
             SchemaError: the tables are missing or of another revision.
-            SettingsError: the relay spreads a topic over another number of lanes.
+            SettingsError: the relay spreads a topic over another number of lanes, or the engine commits by itself.
         """
         try:
             while not self._stopping.is_set():
@@ -126,6 +146,8 @@ class Worker:
                 self._transport.ack(self._consumer.name, self._unacknowledged)
             if self._at_hand:
                 self._transport.hand_back(self._consumer.name, self._name, self._at_hand)
+            if self._opened:
+                self._forget_names([self._name])
         except TransportError as error:
             _log.warning("could not hand back deliveries, others take them over later: %s", error)
         self._transport.close()
@@ -134,16 +156,22 @@ class Worker:
 
     def _failed(self, _error: BaseException) -> None:
         self._usable = None
-        self._beat()
 
     def _beat(self) -> None:
+        """Say that a round has ended."""
         if self._settings.heartbeat_file:
             Path(self._settings.heartbeat_file).touch()
+
+    def _progress(self) -> None:
+        """Say within a round that it goes on."""
+        if self._settings.heartbeat_file and time.monotonic() >= self._beat_due:
+            self._beat_due = time.monotonic() + _BEAT_SECONDS
+            self._beat()
 
     # --- one round ---
 
     def run_once(self) -> Counter[Outcome]:
-        """One batch: what is at hand from a failed round, else what others left, else what is new; counts by outcome.
+        """One batch: what is at hand from a round before, else what others left and what is new by turns; counts by outcome.
 
         Waits for at most ``block_seconds`` when there is nothing.
 
@@ -157,19 +185,32 @@ class Worker:
             self._transport.ack(self._consumer.name, self._unacknowledged)
             self._unacknowledged = []
         if not self._at_hand:
-            self._at_hand = self._claim() or self._read()
+            self._at_hand = self._next()
         if not self._at_hand:
             return Counter()
         return self._process()
 
+    def _next(self) -> list[Delivery]:
+        """What others left, or what is new: after a page of the one comes the other, so that neither has to wait."""
+        found = [] if self._claimed else self._claim()
+        self._claimed = bool(found)
+        return found or self._read()
+
     def _process(self) -> Counter[Outcome]:
+        """Process as much of what is at hand (a batch of each stream, maybe) as goes into one transaction."""
         started = time.monotonic()
-        outcomes = self._processor.process(self._at_hand, self._stopping.is_set)
-        done = [d for d, outcome in zip(self._at_hand, outcomes, strict=True) if outcome not in (None, Outcome.RETRY)]
-        left = [d for d, outcome in zip(self._at_hand, outcomes, strict=True) if outcome is None]
-        self._at_hand, self._unacknowledged = left, done
+        batch, rest = self._at_hand[: self._settings.batch_size], self._at_hand[self._settings.batch_size :]
+        outcomes = self._processor.process(batch, self._stopping.is_set, self._progress)
+        done = [d for d, outcome in zip(batch, outcomes, strict=True) if outcome not in (None, Outcome.RETRY)]
+        left = [d for d, outcome in zip(batch, outcomes, strict=True) if outcome is None]
+        self._at_hand, self._unacknowledged = left + rest, done
         counts = Counter(outcome for outcome in outcomes if outcome is not None)
-        self._observe(Outcomes(self._consumer.name, {str(k): n for k, n in counts.items()}, time.monotonic() - started))
+        seconds = time.monotonic() - started
+        self._observe(Outcomes(self._consumer.name, {str(k): n for k, n in counts.items()}, seconds))
+        _log.debug(
+            "a batch of %d in %.3f s: %s",
+            len(batch), seconds, ", ".join(f"{n} {outcome}" for outcome, n in counts.items()), extra={"action": "batch"},
+        )  # fmt: skip
         if done:
             self._transport.ack(self._consumer.name, done)
         self._unacknowledged = []
@@ -182,10 +223,15 @@ class Worker:
             self._open()
         elif time.monotonic() >= self._lanes_due:
             self._check_lanes()
+        if time.monotonic() >= self._names_due:
+            self._names_due = time.monotonic() + _NAMES_SECONDS
+            self._forget_names()
+            self._trim_side_streams()
 
     def _open(self) -> None:
         """Make the groups where they are missing, and see which streams can be used and that the lanes agree."""
         unusable = self._transport.open(self._consumer.name, self._streams)
+        self._opened = True
         for stream, error in unusable.items():
             _log.warning(
                 "stream %s cannot be read: %s", stream, error, extra={"action": "stream_failed", "stream": stream}
@@ -207,25 +253,57 @@ class Worker:
             ours = self._settings.lanes.get(topic, 1)
             for stream in {topic, f"{topic}:0"}:
                 try:
-                    theirs = self._transport.info(stream).lanes
+                    info = self._transport.info(stream)
                 except StreamUnusable:
                     continue
+                theirs = info.lanes
+                self._check_retention(info.keep_seconds)
                 if theirs is not None and theirs != ours and stream in streams_of(topic, theirs):
                     raise SettingsError(
                         f"OUTBOX_LANES: the relay spreads topic {topic} over {theirs} lanes, this consumer reads {ours}; "
                         "set the same for both"
                     )
 
+    def _check_retention(self, keep_seconds: int | None) -> None:
+        """See that the ledger remembers longer than an event can come again: from the outbox, and then in the stream.
+
+        Raises:
+            SettingsError: it does not.
+        """
+        remembered = self._settings.ledger_retention_days * 86_400
+        if keep_seconds is not None and remembered < keep_seconds + _MARGIN_SECONDS:
+            raise SettingsError(
+                f"CONSUMER_LEDGER_RETENTION_DAYS is {self._settings.ledger_retention_days}, but the relay's "
+                f"OUTBOX_RETENTION_SECONDS is {keep_seconds} ({keep_seconds / 86_400:.1f} days): an event published again "
+                "could be applied again. The ledger must remember for a day longer than the outbox keeps"
+            )
+
+    def _forget_names(self, names: Sequence[str] = ()) -> None:
+        """Remove names from the group that crashed processes left, and `names`; such as have pending deliveries stay."""
+        for stream in self._streams:
+            try:
+                self._transport.forget_consumers(self._consumer.name, stream, _LEFT_SECONDS, names)
+            except (GroupLost, StreamUnusable) as error:
+                _log.debug("names stay in the group of stream %s: %s", stream, error)
+            except TransportError as error:
+                _log.debug("names stay in the groups: %s", error)
+                return
+
     def _claim(self) -> list[Delivery]:
         if time.monotonic() < self._check_due or self._usable is None:
             return []
         if len(self._usable) < len(self._streams):
             self._open()
+        started = time.monotonic()
         found, missing, more = self._recovery.claim(self._usable)
-        if not more:
-            self._check_due = time.monotonic() + self._settings.check_seconds
+        self._look_seconds += time.monotonic() - started
         if found or missing:
             self._observe(Claimed(self._consumer.name, len(found), missing))
+            self._look_seconds = 0.0
+        if not more:
+            longest = max(self._settings.check_seconds, self._settings.claim_seconds / 4)
+            pause = min(max(self._settings.check_seconds, self._look_seconds * _LOOK_PAUSE), longest)
+            self._check_due, self._look_seconds = time.monotonic() + pause, 0.0
         return found
 
     def _read(self) -> list[Delivery]:
@@ -242,27 +320,51 @@ class Worker:
             return []
 
     def _look_after_ledger(self) -> None:
-        settings = self._settings
         try:
-            opened = self._engine.connect()
-        except sqlalchemy.exc.DBAPIError as error:
-            raise DatabaseUnavailable(f"PostgreSQL: {error.orig}") from error
-        with opened as connection:
-            connection = connection.execution_options(isolation_level="AUTOCOMMIT")
-            raw = connection.connection.driver_connection
-            assert isinstance(raw, psycopg.Connection)
-            schemas.check_revision(raw, "consumer", settings.schema_name)
-            try:
-                self._ledger.make_partitions(raw, settings.ledger_partition_days, settings.ledger_partitions_ahead)
-            except psycopg.errors.InsufficientPrivilege as error:
-                _log.warning(
-                    "cannot make partitions of the ledger, rows stay in the default one: %s",
-                    " ".join(str(error).split()), extra={"action": "partitions_denied"},
-                )  # fmt: skip
+            with self._engine.connect() as connection:
+                driver_connection(connection)
+                connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+                raw = connection.connection.driver_connection
+                assert isinstance(raw, psycopg.Connection)
+                self._check_ledger(raw)
+        except (psycopg.OperationalError, sqlalchemy.exc.OperationalError, sqlalchemy.exc.TimeoutError) as error:
+            raise DatabaseUnavailable(f"PostgreSQL: {brief(error)}") from error
         self._partitions_due = time.monotonic() + _PARTITION_SECONDS
+
+    def _check_ledger(self, raw: psycopg.Connection[Any]) -> None:
+        settings = self._settings
+        schemas.check_revision(raw, "consumer", settings.schema_name)
+        self._drop_old(raw)
+        try:
+            self._ledger.make_partitions(raw, settings.ledger_partition_days, settings.ledger_partitions_ahead)
+        except psycopg.errors.InsufficientPrivilege as error:
+            _log.warning(
+                "cannot make partitions of the ledger, rows stay in the default one: %s",
+                " ".join(str(error).split()), extra={"action": "partitions_denied"},
+            )  # fmt: skip
+
+    def _drop_old(self, raw: psycopg.Connection[Any]) -> None:
+        """Forget what the ledger need not remember any longer, of every consumer; a bounded amount of work."""
+        keep = self._settings.ledger_retention_days * 86_400
+        try:
+            name, rows = self._ledger.drop_partition(raw, keep), self._ledger.delete_old(raw, keep, _DELETED)
+        except psycopg.errors.InsufficientPrivilege as error:
+            _log.debug("the ledger keeps what is old: %s", error)
+            return
+        if name or rows:
+            _log.info(
+                "dropped %s of the ledger and %d old rows",
+                name or "no partition",
+                rows,
+                extra={"action": "dropped_old"},
+            )
+
+    def _trim_side_streams(self) -> None:
+        """What was published again for us alone is ours to trim."""
+        for topic in self._consumer.topics:
+            with contextlib.suppress(TransportError):
+                self._transport.inspect(side_stream(topic, self._consumer.name), keep_seconds=_SIDE_SECONDS)
 
 
 def _worth_retrying(error: BaseException) -> bool:
-    return isinstance(
-        error, TransportError | DatabaseUnavailable | psycopg.OperationalError | sqlalchemy.exc.OperationalError
-    )
+    return isinstance(error, TransportError | DatabaseUnavailable) or database_away(error)

@@ -7,18 +7,22 @@ import logging
 import os
 import signal
 import sys
+import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from datetime import datetime
 from typing import Annotated, Any
 
 import psycopg
 import sqlalchemy.exc
 import typer
 
+from outbox import operations
+from outbox import replay as replays
 from outbox import schema as schemas
 from outbox.doctor import TRANSACTION_SECONDS, Finding, Limits, examine
-from outbox.errors import OutboxError
+from outbox.errors import OutboxError, SettingsError
 from outbox.relay import Relay
 from outbox.settings import RelaySettings, check_schema, database_url_from_environment
 
@@ -56,9 +60,7 @@ def migrate(
 def relay(schema: Schema = None, log_level: LogLevel = "info") -> None:
     """Publish the outbox to Redis streams until SIGTERM or Ctrl-C; run as many as you like, one works at a time."""
     configure_logging(log_level)
-    overrides: dict[str, Any] = {"schema_name": schema} if schema else {}
-    settings = RelaySettings(**overrides)
-    running = Relay(settings)
+    running = Relay(_settings(schema))
     stop_on_signals(running.stop)
     logging.getLogger("outbox").info("relay started", extra={"action": "relay_started"})
     running.run()
@@ -76,9 +78,122 @@ def doctor(
 
     Exit code: 0 no errors, 1 errors, 2 with --strict warnings.
     """
-    overrides: dict[str, Any] = {"schema_name": schema} if schema else {}
-    findings = examine(RelaySettings(**overrides), Limits(transaction_seconds=transaction_seconds))
+    findings = examine(_settings(schema), Limits(transaction_seconds=transaction_seconds))
     report(findings, as_json=as_json, strict=strict)
+
+
+@app.command()
+def status(
+    schema: Schema = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show how things stand: backlog, streams, groups, and what is paused and why. Changes nothing."""
+    found = operations.status(_settings(schema))
+    typer.echo(json.dumps(asdict(found), indent=2) if as_json else "\n".join(_lines(found)))
+
+
+@app.command("drop-group")
+def drop_group(
+    name: Annotated[str, typer.Argument(help="The consumer group, as `outbox status` names it.")],
+    schema: Schema = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Forget a consumer group that is gone for good: nothing is kept for it any longer, and what it left is lost to it."""
+    if not yes:
+        typer.confirm(f"Forget group {name} and everything that it has not acknowledged?", abort=True)
+    for stream in operations.drop_group(_settings(schema), name):
+        typer.echo(f"group {name} of stream {stream} is forgotten")
+
+
+@app.command()
+def replay(
+    topic: Annotated[str | None, typer.Option(help="Only events of this topic.")] = None,
+    key: Annotated[str | None, typer.Option(help="Only events of this key.")] = None,
+    type: Annotated[str | None, typer.Option(help="Only events of this type.")] = None,
+    ids: Annotated[list[uuid.UUID] | None, typer.Option("--id", help="Only these event ids (may be repeated).")] = None,
+    since: Annotated[str | None, typer.Option(help="Recorded at or after, e.g. 2026-01-31T12:00:00+03:00.")] = None,
+    until: Annotated[str | None, typer.Option(help="Recorded before.")] = None,
+    after: Annotated[int, typer.Option(help="Go on after this position, as an earlier replay said.")] = 0,
+    group: Annotated[str | None, typer.Option(help="Only for this consumer; default: for every one.")] = None,
+    rate: Annotated[float | None, typer.Option(min=0.1, help="At most so many events a second.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; without it, only say what would be done.")] = False,
+    schema: Schema = None,
+) -> None:
+    """Publish events of the outbox once more, with the same ids. Who has processed them recognises them.
+
+    Example: a new consumer gets what the outbox keeps: outbox replay --topic payments --group reports --yes
+    """
+    settings = _settings(schema)
+    selection = replays.Selection(
+        topic=topic, key=key, type=type, ids=tuple(ids) if ids else None, since=_instant("--since", since),
+        until=_instant("--until", until), after_position=after,
+    )  # fmt: skip
+    with operations.opened(settings) as (store, connection, transport):
+        total = replays.count(store, connection, selection)
+        whom = f"consumer {group} alone" if group else "every consumer"
+        typer.echo(f"{total:,} events are published again, for {whom}" + ("" if yes or not total else "; add --yes"))
+        if not yes or not total:
+            return
+        steps = replays.replay(
+            store, connection, transport, settings, selection, consumer=group, events_per_second=rate
+        )  # fmt: skip
+        last = replays.Step(0, after)
+        try:
+            with typer.progressbar(length=total, label="replay", file=sys.stderr) as bar:
+                for step in steps:
+                    bar.update(step.events - last.events)
+                    last = step
+        except (KeyboardInterrupt, OutboxError, psycopg.Error):
+            typer.echo(f"stopped after {last.events:,} events; go on with --after {last.position}", err=True)
+            raise
+        typer.echo(f"{last.events:,} events published again")
+
+
+def _instant(option: str, text: str | None) -> datetime | None:
+    if text is None:
+        return None
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise SettingsError(f"{option}: is not a time like 2026-01-31T12:00:00+03:00") from None
+
+
+def _settings(schema: str | None) -> RelaySettings:
+    overrides: dict[str, Any] = {"schema_name": schema} if schema else {}
+    return RelaySettings(**overrides)
+
+
+def _lines(found: operations.Status) -> Iterator[str]:
+    """The status for people."""
+    memory = "no limit" if found.memory_share is None else f"{found.memory_share:.0%} used"
+    yield f"relays {found.relays} · epoch {found.epoch} · batch {found.batch} · Redis memory: {memory}"
+    for topic, (count, age) in sorted(found.unsealed.items()):
+        yield f"topic {topic}: {count:,} events not sealed yet, the oldest {_seconds(age)} old"
+    for stream in found.streams:
+        yield ""
+        state = (
+            f"PAUSED ({stream.paused})" if stream.paused else f"cannot be used: {stream.error}" if stream.error else ""
+        )
+        yield f"stream {stream.stream}  {stream.entries:,} entries, batch {stream.published_batch} of {stream.batch}  {state}"
+        if stream.unpublished:
+            yield f"  {stream.unpublished:,} events not published, the oldest for {_seconds(stream.unpublished_seconds)}"
+        if stream.missing:
+            yield f"  {stream.missing:,} entries were deleted by a stranger"
+        for group in stream.groups:
+            waiting = "?" if group.undelivered is None else f"{group.undelivered:,}"
+            yield (
+                f"  group {group.name}: {waiting} undelivered, {group.pending:,} pending"
+                f" (oldest {_seconds(group.oldest_pending_seconds)}), acknowledged to batch {group.acked_batch}"
+                f" {_seconds(group.still_seconds)} ago"
+                + ("" if group.there else "  NOT IN REDIS: made again when its consumer comes, or see drop-group")
+                + (f"  last seen {_seconds(group.idle_seconds)} ago" if group.idle_seconds is not None else "")
+            )
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f} s" if value < 120 else f"{value / 60:.0f} min" if value < 7200 else f"{value / 3600:.0f} h"
 
 
 # --- what both commands share --------------------------------------------------------------------------------------

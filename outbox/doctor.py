@@ -179,7 +179,8 @@ def _look_into_database(
     seen.add(transactions(connection, known.facts, limits))
     if not seen.add(tables(connection, "outbox", settings.schema_name, PUBLISHING)):
         return
-    seen.add(_upkeep(connection, settings.schema_name))
+    seen.add([upkeep_rights(connection, settings.schema_name, UPKEEP)])
+    seen.add([partition_rights(connection, settings.schema_name, "outbox")])
     seen.add(_partitions(connection, store, settings))
     with reading(connection):
         heads, known.progress = store.heads(connection), store.progress(connection)
@@ -317,6 +318,18 @@ def tables(connection: Connection, branch: schemas.Branch, schema: str, wanted: 
     yield ok("schema-revision", f"the tables of {branch} in schema {schema} are at revision {schemas.head(branch)}")
 
 
+def upkeep_rights(connection: Connection, schema: str, wanted: Mapping[str, str]) -> Finding:
+    """Whether this role has the rights `wanted`, without which only what is old stays."""
+    with reading(connection):
+        missing = lacking(connection, schema, wanted)
+    if not missing:
+        return ok("upkeep-rights", "this role may remove what is old")
+    return warning(
+        "upkeep-rights", f"this role lacks {', '.join(missing)}: it works, but what is old cannot be removed",
+        f"GRANT it, in schema {schema}.",
+    )  # fmt: skip
+
+
 def partition_rights(connection: Connection, schema: str, table: str) -> Finding:
     """Whether this role can make and drop partitions."""
     with reading(connection):
@@ -330,21 +343,6 @@ def partition_rights(connection: Connection, schema: str, table: str) -> Finding
 
 
 # --- the outbox ------------------------------------------------------------------------------------------------------------
-
-
-def _upkeep(connection: Connection, schema: str) -> Iterator[Finding]:
-    with reading(connection):
-        missing = lacking(connection, schema, UPKEEP)
-    if missing:
-        yield warning(
-            "upkeep-rights",
-            f"this role lacks {', '.join(missing)}: the relay publishes, but cannot remove what is old or recover a "
-            "database restored into another cluster",
-            f"GRANT it, in schema {schema}.",
-        )
-    else:
-        yield ok("upkeep-rights", "this role may remove what is old")
-    yield partition_rights(connection, schema, "outbox")
 
 
 def _partitions(connection: Connection, store: Store, settings: RelaySettings) -> Iterator[Finding]:
@@ -396,13 +394,13 @@ def _groups(there: StreamTransport, progress: Sequence[GroupProgress], limits: L
             yield warning(
                 "group-missing", f"group {group.name} of stream {group.stream} is not in Redis, and {group.events} events "
                 "wait for it; nothing is trimmed meanwhile",
-                "Start the consumer, which makes it again; remove the group if the consumer is gone for good.",
+                "Start the consumer, which makes it again; `outbox drop-group` if the consumer is gone for good.",
             )  # fmt: skip
         elif group.events and group.silent_seconds >= limits.silent_seconds:
             yield warning(
                 "group-silent", f"group {group.name} has acknowledged nothing of stream {group.stream} for "
                 f"{lasting(group.silent_seconds)}, and {group.events} events wait for it; they are not trimmed",
-                "See that the consumer runs and look into its log; remove the group if it is gone for good.",
+                "See that the consumer runs and look into its log; `outbox drop-group` if it is gone for good.",
             )  # fmt: skip
         else:
             fine += 1

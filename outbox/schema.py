@@ -56,9 +56,12 @@ _CONNECTION: dict[str, Any] = {
 def engine(
     url: str, application: str, connection: Mapping[str, Any] = MappingProxyType({}), **options: Any
 ) -> sqlalchemy.Engine:
-    """A SQLAlchemy engine over `connect`, which gets the options `connection`."""
+    """A SQLAlchemy engine over `connect`, which gets the options `connection`. Its errors and logs show no parameters."""
     return sqlalchemy.create_engine(
-        "postgresql+psycopg://", creator=lambda: connect(url, application, **connection), **options
+        "postgresql+psycopg://",
+        creator=lambda: connect(url, application, **connection),
+        hide_parameters=True,
+        **options,
     )
 
 

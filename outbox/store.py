@@ -21,9 +21,11 @@ search_path.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import lru_cache
 from typing import Any, Final
 
@@ -47,6 +49,13 @@ _ROW: Final = (
 )
 _IN_WINDOW: Final = (
     "NOT pg_visible_in_snapshot(xid, %(prev)s::pg_snapshot) AND pg_visible_in_snapshot(xid, %(snap)s::pg_snapshot)"
+)
+_SELECTED: Final = (
+    "position > %(after)s AND (%(topic)s::text IS NULL OR topic = %(topic)s)"
+    " AND (%(key)s::text IS NULL OR key = %(key)s) AND (%(type)s::text IS NULL OR type = %(type)s)"
+    " AND (%(ids)s::uuid[] IS NULL OR event_id = ANY (%(ids)s::uuid[]))"
+    " AND (%(since)s::timestamptz IS NULL OR created_at >= %(since)s)"
+    " AND (%(until)s::timestamptz IS NULL OR created_at < %(until)s)"
 )
 _BATCH: Final = "b.seq, b.token::text, b.epoch, b.prev::text, b.snap::text, b.after, b.last, b.done, b.events"
 
@@ -105,6 +114,15 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Recorded:
+    """What is compared with a ledger."""
+
+    id: uuid.UUID
+    type: str
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class StreamHead:
     """The newest batch that a stream is made of, and over how many lanes its topic was spread then."""
 
@@ -133,6 +151,7 @@ class Store:
             "batch": sql.SQL(_BATCH),
             "row": sql.SQL(_ROW),
             "in_window": sql.SQL(_IN_WINDOW),
+            "selected": sql.SQL(_SELECTED),
         } | {
             name: sql.Identifier(schema, name)
             for name in ("outbox", "outbox_batch", "outbox_stream", "outbox_epoch", "outbox_group")
@@ -372,6 +391,103 @@ class Store:
         connection.execute(
             self._sql("INSERT INTO {outbox_epoch} (epoch) VALUES (%s) ON CONFLICT (epoch) DO NOTHING"), (epoch,)
         )
+
+    # --- replay ---
+
+    def select(self, connection: Connection, parameters: dict[str, Any]) -> list[Row]:
+        """Up to `limit` committed rows at positions above `after` that fit `topic`, `key`, `type`, `ids`, `since` and
+        `until` (None fits all). Walks the primary key: the outbox has no index for these, and writers no price to pay."""
+        return self._rows(
+            connection,
+            self._sql("SELECT data, {row} FROM {outbox} WHERE {selected} ORDER BY position LIMIT %(limit)s"),
+            parameters,
+        )
+
+    def count(self, connection: Connection, parameters: dict[str, Any]) -> int:
+        """How many rows `select` would find. Reads the whole outbox above `after`."""
+        row = connection.execute(self._sql("SELECT count(*) FROM {outbox} WHERE {selected}"), parameters).fetchone()
+        assert row is not None
+        return int(row[0])
+
+    # --- reconciliation ---
+
+    def now(self, connection: Connection) -> datetime:
+        """The time by the database's clock."""
+        row = connection.execute("SELECT clock_timestamp()").fetchone()
+        assert row is not None
+        found: datetime = row[0]
+        return found
+
+    def recorded(self, connection: Connection, topics: Sequence[str], since: datetime) -> Iterator[Recorded]:
+        """What was recorded since then, in order of the event ids; streamed, in a transaction. Reads and sorts the outbox."""
+        with connection.cursor(name="recorded") as cursor:
+            cursor.itersize = 5000
+            cursor.execute(
+                self._sql("""
+                SELECT event_id, type, created_at FROM {outbox}
+                WHERE created_at >= %s AND topic = ANY (%s) ORDER BY event_id
+                """),
+                (since, list(topics)),
+            )
+            for row in cursor:
+                yield Recorded(*row)
+
+    def known(self, connection: Connection, ids: Sequence[uuid.UUID]) -> set[uuid.UUID]:
+        """Those of the events that are in the outbox. Reads all of it, if there are any to look for."""
+        if not ids:
+            return set()
+        rows = connection.execute(self._sql("SELECT event_id FROM {outbox} WHERE event_id = ANY (%s)"), (list(ids),))
+        return {event_id for (event_id,) in rows}
+
+    # --- status ---
+
+    def unsealed(self, connection: Connection, limit: int) -> dict[str, tuple[int, float]]:
+        """By topic: how many committed events are not sealed yet (counted up to `limit` in all), and the age of the oldest
+        in seconds. Walks outbox_xid from the newest batch's snapshot on."""
+        newest = self.newest(connection)
+        rest = newest.rest if newest else Window(BEGINNING, BEGINNING, 0, False)
+        rows = connection.execute(
+            self._sql("""
+            SELECT topic, count(*), extract(epoch FROM clock_timestamp() - min(created_at))::float8
+            FROM (
+                SELECT topic, created_at FROM {outbox}
+                WHERE xid >= pg_snapshot_xmin(%(prev)s::pg_snapshot)
+                  AND NOT pg_visible_in_snapshot(xid, %(prev)s::pg_snapshot)
+                  AND NOT (pg_visible_in_snapshot(xid, %(snap)s::pg_snapshot) AND position <= %(after)s)
+                LIMIT %(limit)s
+            ) backlog GROUP BY topic
+            """),
+            {"prev": rest.prev, "snap": rest.snap, "after": rest.after, "limit": limit},
+        )
+        return {topic: (count, age) for topic, count, age in rows}
+
+    def group_ages(self, connection: Connection) -> dict[tuple[str, str], float]:
+        """By stream and group: seconds since `acked` last moved."""
+        rows = connection.execute(
+            self._sql("""
+            SELECT stream, name, extract(epoch FROM clock_timestamp() - acked_at)::float8 FROM {outbox_group}
+            """)
+        )
+        return {(stream, name): age for stream, name, age in rows}
+
+    def sealed_age(self, connection: Connection, seq: int) -> float | None:
+        """Seconds since a batch was sealed; None: it is not there. Uses outbox_batch_pkey."""
+        row = connection.execute(
+            self._sql("""
+            SELECT extract(epoch FROM clock_timestamp() - sealed_at)::float8 FROM {outbox_batch} WHERE seq = %s
+            """),
+            (seq,),
+        ).fetchone()
+        return float(row[0]) if row else None
+
+    def relays(self, connection: Connection) -> int:
+        """Relays that are connected to this database (of a role whose activity we may see)."""
+        row = connection.execute("""
+            SELECT count(*) FROM pg_catalog.pg_stat_activity
+            WHERE application_name = 'outbox relay' AND datname = pg_catalog.current_database()
+        """).fetchone()
+        assert row is not None
+        return int(row[0])
 
     # --- retention ---
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from outbox.envelope import Run
@@ -34,6 +34,11 @@ def stream_of(topic: str, key: str | None, lanes: int) -> str:
 def streams_of(topic: str, lanes: int) -> list[str]:
     """All streams of a topic."""
     return [topic] if lanes == 1 else [f"{topic}:{lane}" for lane in range(lanes)]
+
+
+def side_stream(topic: str, consumer: str) -> str:
+    """The stream that only one consumer reads beside a topic: what is published again for it alone."""
+    return f"{topic}:@{consumer}"
 
 
 def topic_of(stream: str) -> str:
@@ -136,6 +141,7 @@ class GroupState:
         acked: the last batch of which everything before and in it is acknowledged; None: cannot be told.
         delivered: the last batch of which everything is delivered; None: cannot be told.
         undelivered: entries not yet delivered of the batch after that one.
+        idle_seconds: since a consumer of the group last asked for something; None: it has none.
     """
 
     name: str
@@ -144,6 +150,7 @@ class GroupState:
     acked: int | None
     delivered: int | None
     undelivered: int
+    idle_seconds: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@
 --
 -- Returns {length, missing, trimmed, seq, groups}: `missing` entries were taken by strangers since the last restart of
 -- the marker, `trimmed` by this call, `seq` is the newest batch there; a group is {name, pending, id of the oldest pending
--- entry ('' for none), batch it still needs, batch of its first undelivered entry, undelivered entries of that batch}. A
+-- entry ('' for none), batch it still needs, batch of its first undelivered entry, undelivered entries of that batch, milliseconds since one
+-- of its consumers asked for something (-1: it has none)}. A
 -- batch is 0 where nothing is left, and -1 where the entry stands before the marker's restart, so that its batch number
 -- may be of another count.
 --
@@ -65,7 +66,12 @@ for _, info in ipairs(call('XINFO', 'GROUPS', KEYS[1])) do
   end
   if limit and earlier(keep, limit) then limit = keep end
   names[group['name']] = true
-  groups[#groups + 1] = {group['name'], group['pending'], oldest, needed, undelivered, in_it}
+  local idle = -1
+  for _, consumer in ipairs(call('XINFO', 'CONSUMERS', KEYS[1], group['name'])) do
+    local since = named(consumer)['idle']
+    if idle < 0 or since < idle then idle = since end
+  end
+  groups[#groups + 1] = {group['name'], group['pending'], oldest, needed, undelivered, in_it, idle}
 end
 for i = 2, #ARGV do
   if not names[ARGV[i]] then limit = false end

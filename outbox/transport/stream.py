@@ -317,12 +317,13 @@ def _packed(runs: Sequence[Run]) -> bytes:
 
 
 def _group_state(
-    newest: int, name: bytes, pending: int, oldest: bytes, needed: int, undelivered: int, in_it: int
+    newest: int, name: bytes, pending: int, oldest: bytes, needed: int, undelivered: int, in_it: int, idle_ms: int
 ) -> GroupState:
     def before(batch: int) -> int | None:
         return None if batch < 0 else batch - 1 if batch else newest
 
-    return GroupState(name.decode(), pending, oldest.decode() or None, before(needed), before(undelivered), in_it)
+    idle = idle_ms / 1000 if idle_ms >= 0 else None
+    return GroupState(name.decode(), pending, oldest.decode() or None, before(needed), before(undelivered), in_it, idle)
 
 
 def _name_of(probe: tuple[Any, ...]) -> str:

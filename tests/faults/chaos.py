@@ -200,6 +200,10 @@ class Bench:
         assert pending["pending"] == 0, pending
         return self.effects()
 
+    def dead(self) -> int:
+        """Dead letters."""
+        return int(self.one("SELECT count(*) FROM public.dead_letters"))
+
     def make_tables(self) -> None:
         if not self.one("SELECT to_regclass('public.effects') IS NOT NULL"):
             self.db.execute(TABLES)

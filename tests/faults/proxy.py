@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 When = Literal["before", "after"]
 
@@ -44,6 +45,11 @@ class Proxy:
             found, self._open = self._open, set()
         for each in found:
             _end(each)
+
+    def redirect(self, port: int) -> None:
+        """Forward to another port of the host from now on, and end every connection: a failover."""
+        self._target = (self._target[0], port)
+        self.cut()
 
     def cut_at(self, pattern: bytes, when: Callable[[int], When | None]) -> None:
         """For each piece from a client that contains `pattern`, ask `when` with its number, from 1 on.
@@ -122,6 +128,19 @@ class Proxy:
             self._open -= {link.client, link.server}
         _end(link.client)
         _end(link.server)
+
+
+def through(proxy: Proxy, url: str) -> str:
+    """The URL with the proxy's port."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.replace(f":{parts.port}", f":{proxy.port}")).geturl()
+
+
+def port_of(url: str) -> int:
+    """The port of a URL that has one."""
+    port = urlsplit(url).port
+    assert port is not None
+    return port
 
 
 class _Link:

@@ -20,6 +20,7 @@ from consumer.worker import Worker
 from outbox import schema
 from outbox.doctor import Finding
 from outbox.embedded import PostgresServer, ValkeyServer
+from outbox.errors import SettingsError
 from outbox.store import database_facts
 from tests.faults.chaos import ROOT, TABLES, TOPIC, Bench, drain, ledger
 
@@ -107,6 +108,7 @@ def test_a_role_without_rights(bench: Bench) -> None:
             bench.db.execute(f"GRANT {rights} ON public.{table} TO {role}")
         assert seen(bench, "database-rights", database_url=url).level == "ok"
         assert seen(bench, "partition-rights", database_url=url).level == "warning"
+        assert seen(bench, "upkeep-rights", database_url=url).level == "warning"
         bench.db.execute(f"GRANT INSERT ON public.effects TO {role}")
         bench.db.execute(f"GRANT SELECT, INSERT, UPDATE ON public.limits TO {role}")
         bench.write(2)
@@ -147,7 +149,14 @@ def test_groups_and_what_the_relay_left(bench: Bench) -> None:
     drain(bench.relay(retention_seconds=3 * 86_400))
     assert seen(bench, "group-missing").level == "warning"
     assert seen(bench, "lanes").level == "ok"
-    assert seen(bench, "retention").what == f"the outbox keeps events of topic {TOPIC} for 3 days, the ledger for ever"
+    found = seen(bench, "retention", ledger_retention_days=4)
+    assert found.level == "ok"
+    assert (
+        f"events of topic {TOPIC} for 3 days (OUTBOX_RETENTION_SECONDS), the ledger remembers for 4 days" in found.what
+    )
+    assert seen(bench, "retention", ledger_retention_days=3).level == "error"
+    with pytest.raises(SettingsError, match="CONSUMER_LEDGER_RETENTION_DAYS is 3"):
+        consume(bench, ledger_retention_days=3)
     consume(bench)
     assert seen(bench, "groups").level == "ok"
     found = seen(bench, "lanes", lanes={TOPIC: 4})

@@ -304,6 +304,51 @@ def test_a_crashed_consumers_deliveries_are_taken_over_when_they_are_idle(site: 
     assert site.pending() == 0
 
 
+def names(site: Site, group: str = "ledger") -> set[str]:
+    return {info["name"].decode() for info in site.redis.xinfo_consumers(site.key(), group)}
+
+
+def test_o_55_names_do_not_pile_up(site: Site) -> None:
+    """Twenty processes that stop cleanly, then one that leaves a delivery: its name stays as long as that is pending."""
+    for n in range(20):
+        site.add(entry())
+        worker = site.worker(wallet(), process_name=f"pod-{n}")
+        assert drain(worker, 1) == {APPLIED: 1}
+        worker.stop()
+        worker.run()  # only closes
+        assert names(site) == set()
+    site.add(entry("shipped"), entry())
+    keeps = site.worker(wallet(), process_name="keeps")
+    assert keeps.run_once() == {RETRY: 1, APPLIED: 1}
+    keeps.close()
+    assert names(site) == {"keeps"}
+    newer = wallet()
+    newer.ignore("shipped")
+    worker = site.worker(newer, process_name="newer")
+    assert drain(worker, 1) == {IGNORED: 1}
+    worker.close()
+    assert (site.effects, site.pending(), names(site)) == (21, 0, {"keeps"})
+
+
+def test_o_55_names_that_crashed_processes_left_go_when_they_are_long_idle(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.add(entry(), entry())
+    site.redis.xgroup_create(site.key(), "ledger", "0")
+    for n in range(20):
+        site.redis.xgroup_createconsumer(site.key(), "ledger", f"crashed-{n}")
+    site.redis.xreadgroup("ledger", "busy", {site.key(): ">"}, count=1)
+    worker = site.worker(wallet(), process_name="ours", claim_seconds=60)
+    assert drain(worker, 1) == {APPLIED: 1}
+    assert len(names(site)) == 22  # an hour is not over
+    monkeypatch.setattr("consumer.worker._LEFT_SECONDS", 0.05)
+    worker._names_due = 0
+    eventually(lambda: worker.run_once() is not None and setattr(worker, "_names_due", 0) is None
+               and names(site) <= {"busy", "ours"})  # fmt: skip
+    assert "busy" in names(site)
+    assert site.pending() == 1
+
+
 def calls(stats: dict[str, Any], command: str) -> int:
     return int(stats.get(f"cmdstat_{command}", {}).get("calls", 0))
 

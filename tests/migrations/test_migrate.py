@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -12,9 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import alembic.command
 import psycopg
 import pytest
 from psycopg import sql
+from sqlalchemy.pool import NullPool
 
 from outbox import Event, SettingsError, Writer, record, schema
 from outbox.embedded import PostgresServer, postgres_servers
@@ -105,21 +108,34 @@ OUTBOX = {
 
 
 def test_o_73_eight_processes_migrate_an_empty_database_at_once(empty_database_url: str) -> None:
-    names = ["public", "round_2", "Round 3", "public"]
-    with migrators(8) as processes:
-        for name in names:
+    """Twenty rounds of processes that have imported everything; the schema is dropped between."""
+    with migrators(8) as processes, psycopg.connect(empty_database_url, autocommit=True) as connection:
+        for number in range(20):
+            name = ["public", "Round é"][number % 2]
             for branch in BRANCHES:
                 for process in processes:
                     ask(process, empty_database_url, branch, name)
                 assert [answer(process) for process in processes] == [schema.head(branch)] * 8
-            if name == "public":
-                with psycopg.connect(empty_database_url) as connection:
-                    schema.check_revision(connection, "outbox", name)
-                    schema.check_revision(connection, "consumer", name)
-                    connection.execute("DROP SCHEMA public CASCADE")
-    found = tables(empty_database_url)
-    assert set(found) == {"round_2", "Round 3"}
-    assert found["round_2"] == found["Round 3"] >= OUTBOX
+                schema.check_revision(connection, branch, name)
+            found = tables(empty_database_url)
+            assert set(found) - {"public"} == {name} - {"public"}
+            assert found[name] >= OUTBOX
+            connection.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(name)))
+
+
+def test_o_73_eight_commands_migrate_an_empty_database_at_once(empty_database_url: str) -> None:
+    command = [sys.executable, "-m", "outbox", "migrate"]
+    processes = [
+        subprocess.Popen(
+            command, cwd=ROOT, text=True, env=os.environ | {"DATABASE_URL": empty_database_url},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for _ in range(8)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 8, said
+    assert set(said) == {f"outbox tables in schema public are at revision {schema.head('outbox')}\n"}
+    assert tables(empty_database_url) == {"public": OUTBOX}
 
 
 def test_o_89_tables_are_made_in_the_schema_that_was_named_and_nowhere_else(empty_database_url: str) -> None:
@@ -146,6 +162,31 @@ def test_o_94_a_name_that_cannot_be_used_is_refused_before_any_sql(empty_databas
     with pytest.raises(SettingsError):
         Writer(schema=name)
     assert tables(empty_database_url) == {}
+
+
+def test_o_94_a_name_that_cannot_be_used_is_refused_by_every_command(empty_database_url: str, tmp_path: Path) -> None:
+    name = "x'); SELECT pg_sleep(5)--\"; DROP TABLE accounts; --"
+    (tmp_path / "shop.py").write_text("from consumer import Consumer\nwallet = Consumer('wallet', topics=['a'])\n")
+    with psycopg.connect(empty_database_url) as connection:
+        connection.execute("CREATE TABLE public.accounts ()")
+    commands = [["outbox", "migrate"], ["outbox", "relay"], ["consumer", "migrate"], ["consumer", "run", "shop:wallet"]]
+    environment = {
+        "DATABASE_URL": empty_database_url,
+        "REDIS_URL": "redis://127.0.0.1:1",
+        "PYTHONPATH": f"{ROOT}:{tmp_path}",
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", *command, "--schema", name], cwd=tmp_path, text=True, env=os.environ | environment,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for command in commands
+    ]  # fmt: skip
+    for command, process in zip(commands, processes, strict=True):
+        said = process.communicate(timeout=60)[0]
+        assert (process.returncode, said.count("\n")) == (1, 1), (command, said)
+        assert "schema" in said.lower(), (command, said)
+    assert tables(empty_database_url) == {"public": {"accounts"}}
 
 
 def test_migrating_again_changes_nothing(database_url: str) -> None:
@@ -239,6 +280,23 @@ def test_o_75_producers_are_not_blocked_by_migrations_or_new_partitions(database
         eventually(lambda: Store().make_partitions(connection, 100_000, 3) == 0)
     assert producer.longest_seconds < 1
     assert producer.recorded > 10
+
+
+def test_o_75_producers_are_not_blocked_by_the_upgrade_of_an_older_outbox(empty_database_url: str) -> None:
+    """From the first revision to the newest one with 200,000 rows instead of a million; producers write all the while."""
+    config = schema._config("outbox", "public")
+    with schema.engine(empty_database_url, "test", poolclass=NullPool).begin() as opened:
+        config.attributes["connection"] = opened
+        alembic.command.upgrade(config, "outbox_0001")
+    with psycopg.connect(empty_database_url) as connection:
+        insert(connection, 200_000)
+    with producing(empty_database_url) as producer:
+        assert schema.upgrade(empty_database_url, "outbox") == schema.head("outbox") != "outbox_0001"
+    assert producer.longest_seconds < 1
+    with psycopg.connect(empty_database_url) as connection:
+        schema.check_revision(connection, "outbox", "public")
+        assert connection.execute("SELECT count(*) FROM outbox").fetchone() == (200_000 + producer.recorded,)
+        assert connection.execute("SELECT count(*) FROM pg_index WHERE NOT indisvalid").fetchone() == (0,)
 
 
 def test_o_75_a_migration_killed_midway_leaves_nothing_and_can_be_run_again(empty_database_url: str) -> None:

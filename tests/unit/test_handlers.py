@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +119,45 @@ def test_types_that_cannot_be_used(wallet: Consumer, kind: Any) -> None:
         wallet.ignore(kind)
 
 
+async def asynchronous(event: Any, session: Any) -> None:
+    """Calling it does nothing."""
+
+
+def generator(event: Any, session: Any) -> Iterator[None]:
+    yield
+
+
+async def asynchronous_generator(event: Any, session: Any) -> Any:
+    yield
+
+
+class Asynchronous:
+    async def __call__(self, event: Any, session: Any) -> None:
+        """As a method."""
+
+    async def method(self, event: Any, session: Any) -> None:
+        """As another."""
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        asynchronous, generator, asynchronous_generator, Asynchronous(), Asynchronous().method,
+        functools.partial(asynchronous, None),
+    ],
+)  # fmt: skip
+def test_handlers_whose_body_would_never_run_are_refused(wallet: Consumer, handler: Any) -> None:
+    with pytest.raises(SettingsError, match="'paid' is async or a generator"):
+        wallet.on("paid")(handler)
+    assert wallet.handler("paid") is None
+
+
+@pytest.mark.parametrize("order", ["latest", "LATEST", None, True])
+def test_order_is_an_order(wallet: Consumer, order: Any) -> None:
+    with pytest.raises(SettingsError, match=r"must be Order\.ANY or Order\.LATEST, is "):
+        wallet.on("paid", order=order)
+
+
 # --- module:name ---------------------------------------------------------------------------------------------------
 
 
@@ -181,3 +223,39 @@ def test_load_does_not_hide_an_error_of_the_module_itself(project: Path, code: s
     (project / "shop_c.py").write_text(code)
     with pytest.raises(error):
         load("shop_c:wallet")
+
+
+def test_load_names_the_file_that_it_found(project: Path) -> None:
+    """A user's own consumer.py is hidden by this package."""
+    (project / "consumer.py").write_text("from consumer import Consumer\nwallet = Consumer('wallet', topics=['a'])\n")
+    with pytest.raises(SettingsError, match=r"consumer \(.*/consumer/__init__\.py\) has no Consumer 'wallet'"):
+        load("consumer:wallet")
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("files", "says", "shows"),
+    [
+        ({"shop_d.py": "def wallet(:\n"}, "SyntaxError: ", "shop_d.py"),
+        ({"shop_d.py": "import no_such_dependency\n"}, "No module named 'no_such_dependency'", "shop_d.py"),
+        ({"shop_d.py": "import shop_e\n", "shop_e.py": "1 / 0\n"}, "ZeroDivisionError: ", "shop_e.py"),
+    ],
+)
+def test_the_command_shows_what_is_wrong_with_the_module(
+    files: dict[str, str], says: str, shows: str, tmp_path: Path
+) -> None:
+    for name, code in files.items():
+        (tmp_path / name).write_text(code)
+    done = subprocess.run(
+        [sys.executable, "-m", "consumer", "run", "shop_d:wallet"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: cannot import 'shop_d': ")
+    assert says in last
+    assert shows in done.stderr
+    for foreign in ("typer", "click", "consumer/cli.py", "importlib"):
+        assert foreign not in done.stderr

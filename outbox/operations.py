@@ -1,0 +1,196 @@
+"""What a person asks of the producer's side: how things stand, and to forget a group that is gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from outbox import schema as schemas
+from outbox.errors import SettingsError, TransportError
+from outbox.settings import RelaySettings
+from outbox.store import Connection, Store, StreamHead
+from outbox.transport import Marker, StreamTransport
+from outbox.transport.base import GroupState, StreamState
+
+_COUNTED = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatus:
+    """How far a group is in a stream.
+
+    Attributes:
+        undelivered: events that none of its consumers has read, counted from the sealed batches, since the server's own
+            ``lag`` is null or wrong after trims and deletions; None: it cannot be told just now.
+        pending: delivered and not acknowledged.
+        oldest_pending_seconds: age of the oldest of them in the stream.
+        acked_batch: up to here everything is acknowledged, as last written down by a relay.
+        still_seconds: since that last moved.
+        idle_seconds: since one of its consumers asked for something; None: it has none.
+        there: whether the server has the group.
+    """
+
+    name: str
+    undelivered: int | None
+    pending: int
+    oldest_pending_seconds: float | None
+    acked_batch: int
+    still_seconds: float | None
+    idle_seconds: float | None
+    there: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStatus:
+    """A stream and its groups.
+
+    Attributes:
+        batch: the newest batch that it is made of.
+        published_batch: the newest one that is there; None: the stream was lost, or never was.
+        unpublished: events sealed and not there.
+        unpublished_seconds: since the oldest of them was sealed, as far as its batch is known.
+        entries: its length.
+        missing: entries that strangers took.
+        paused: why the relay does not publish to it: ``memory`` or ``length``.
+        error: why it cannot be used.
+    """
+
+    stream: str
+    batch: int
+    published_batch: int | None
+    unpublished: int
+    unpublished_seconds: float | None
+    entries: int
+    missing: int
+    paused: str | None
+    error: str | None
+    groups: list[GroupStatus]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How things stand.
+
+    Attributes:
+        relays: relays that are connected.
+        memory_share: how full Redis is, 0 to 1; None: no limit is set.
+        unsealed: by topic: committed events that no relay has seen yet (counted up to a million), and the oldest's age.
+    """
+
+    relays: int
+    epoch: int
+    batch: int
+    memory_share: float | None
+    unsealed: dict[str, tuple[int, float]]
+    streams: list[StreamStatus]
+
+
+def status(settings: RelaySettings) -> Status:
+    """How things stand; changes nothing.
+
+    Raises:
+        SchemaError: the tables are missing or of another revision.
+        psycopg.Error: PostgreSQL cannot be reached.
+        TransportUnavailable: Redis cannot be reached.
+    """
+    with opened(settings) as (store, connection, transport):
+        newest, share = store.newest(connection), transport.memory_share()
+        heads = store.heads(connection)
+        markers = transport.markers([head.stream for head in heads]) if heads else {}
+        full = share is not None and share > settings.max_memory_share
+        streams = []
+        for head in heads:
+            found, state = markers[head.stream], StreamState(0, 0, 0, [])
+            if not isinstance(found, TransportError):
+                state = transport.inspect(head.stream)
+            streams.append(_stream(store, connection, settings, head, found, state, full))
+        return Status(
+            store.relays(connection), store.epoch(connection), newest.seq if newest else 0, share,
+            store.unsealed(connection, _COUNTED), streams,
+        )  # fmt: skip
+
+
+def drop_group(settings: RelaySettings, name: str) -> list[str]:
+    """Forget a group for good, in PostgreSQL and in Redis: nothing is kept for it any longer. Returns its streams.
+
+    Raises:
+        SettingsError: there is no such group.
+    """
+    with opened(settings) as (store, connection, transport):
+        streams = store.drop_group(connection, name)
+        for stream in streams:
+            transport.drop_group(name, stream)
+    if not streams:
+        raise SettingsError(f"there is no group {name!r}; `outbox status` lists them")
+    return streams
+
+
+@contextmanager
+def opened(settings: RelaySettings) -> Iterator[tuple[Store, Connection, StreamTransport]]:
+    """What operations work with; closed at the end.
+
+    Raises:
+        SchemaError: the tables are missing or of another revision.
+        psycopg.Error: PostgreSQL cannot be reached.
+    """
+    transport = StreamTransport.from_url(
+        settings.redis_url.get_secret_value(),
+        prefix=settings.key_prefix,
+        timeout_seconds=settings.redis_timeout_seconds,
+    )
+    try:
+        address = settings.database_url.get_secret_value()
+        with schemas.connect(address, "outbox operations", autocommit=True) as connection:
+            schemas.check_revision(connection, "outbox", settings.schema_name)
+            yield Store(settings.schema_name), connection, transport
+    finally:
+        transport.close()
+
+
+def _stream(
+    store: Store,
+    connection: Connection,
+    settings: RelaySettings,
+    head: StreamHead,
+    found: Marker | TransportError | None,
+    state: StreamState,
+    full: bool,
+) -> StreamStatus:
+    declared = {group.name: group.acked for group in store.groups(connection) if group.stream == head.stream}
+    published = found.seq if isinstance(found, Marker) else None
+    # What was lost and is acknowledged everywhere is not published again.
+    after = published if published is not None else min(declared.values(), default=0)
+    unpublished = store.events_between(connection, head.stream, after, head.seq)
+    first = store.batches_after(connection, head.stream, after, 1) if unpublished else []
+    unacked = store.events_between(connection, head.stream, min(declared.values(), default=0), after)
+    long = min(unacked, state.length) > settings.max_stream_length
+    ages = store.group_ages(connection)
+    there = {group.name: group for group in state.groups}
+    groups = []
+    for name in sorted(declared.keys() | there.keys()):
+        group = there.get(name)
+        undelivered = None
+        if group is not None and group.delivered is not None and published is not None:
+            whole = store.events_between(connection, head.stream, group.delivered + 1, published)
+            undelivered = group.undelivered + (whole if group.undelivered else 0)
+        groups.append(
+            GroupStatus(
+                name, undelivered, group.pending if group else 0, _age(group), declared.get(name, 0),
+                ages.get((head.stream, name)), group.idle_seconds if group else None, group is not None,
+            )
+        )  # fmt: skip
+    return StreamStatus(
+        head.stream, head.seq, published, unpublished,
+        store.sealed_age(connection, first[0][0].seq) if first else None,
+        state.length, state.missing, "memory" if full else "length" if long else None,
+        str(found) if isinstance(found, TransportError) else None, groups,
+    )  # fmt: skip
+
+
+def _age(group: GroupState | None) -> float | None:
+    """Seconds since the group's oldest pending entry was added, by the milliseconds in its id."""
+    if group is None or group.oldest_pending is None:
+        return None
+    return max(0.0, time.time() - int(group.oldest_pending.partition("-")[0]) / 1000)

@@ -1,0 +1,59 @@
+"""The soak in short, and that it complains about what is broken on purpose. Run with ``pytest -m soak``."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import pytest
+
+from tests.faults.soak import Soak
+
+pytestmark = pytest.mark.soak
+
+
+def test_everything_at_once_for_a_while() -> None:
+    with Soak(seed=3) as soak:
+        tally = soak.run(25)
+    assert tally["events"] > 500
+    assert len(tally) > 15
+
+
+class Sabotaged(Soak):
+    """One kind of process is replaced by a broken one."""
+
+    what = ""
+
+    def _broken(self) -> subprocess.Popen[bytes]:
+        return self.bench.start(
+            "tests.faults.sabotage", self.what, CONSUMER_CLAIM_SECONDS="1", CONSUMER_BLOCK_SECONDS="0.2",
+            CONSUMER_CHECK_SECONDS="0.2", CONSUMER_BACKOFF_MAX_SECONDS="0.5", OUTBOX_BATCH_ROWS="50",
+        )  # fmt: skip
+
+    def faults(self) -> dict[str, Any]:
+        return {name: fault for name, fault in super().faults().items() if name in ("flushes", "streams deleted")}
+
+
+class BrokenConsumer(Sabotaged):
+    def _consumer(self) -> subprocess.Popen[bytes]:
+        return self._broken()
+
+
+class BrokenRelay(Sabotaged):
+    def _relay(self) -> subprocess.Popen[bytes]:
+        return self._broken()
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "complaint"),
+    [
+        (BrokenConsumer, "acknowledges-first", "events are in the ledger"),
+        (BrokenConsumer, "forgets-duplicates", "every event once"),
+        (BrokenRelay, "polls-by-last-position", "events are in the ledger"),
+    ],
+)
+def test_the_soak_complains_about_sabotage(kind: type[Sabotaged], what: str, complaint: str) -> None:
+    broken = type(kind.__name__, (kind,), {"what": what})
+    with broken(seed=5) as soak, pytest.raises(AssertionError, match=complaint):
+        soak.patience_seconds = 6
+        soak.run(8)
