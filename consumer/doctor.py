@@ -33,7 +33,7 @@ from outbox.doctor import (
 from outbox.errors import StreamUnusable
 from outbox.store import DatabaseFacts, database_facts, reading
 from outbox.transport import StreamTransport
-from outbox.transport.base import streams_of
+from outbox.transport.base import side_stream, streams_of
 
 #: What the consumer's role needs, by table; what the handlers write is theirs to know.
 CONSUMING: Final = {
@@ -62,11 +62,12 @@ def examine(consumer: Consumer, settings: ConsumerSettings, limits: Limits | Non
                 if seen.add(tables(connection, "consumer", settings.schema_name, CONSUMING)):
                     seen.add(_ledger(connection, Ledger(consumer.name, settings.schema_name), settings))
     streams = [stream for topic in consumer.topics for stream in streams_of(topic, settings.lanes.get(topic, 1))]
+    side_streams = [side_stream(topic, consumer.name) for topic in consumer.topics]
     with closing(transport(settings)) as there:
         server = seen.ask(there.facts)
         if server is not None:
             seen.add(redis(server, limits, _PAUSE_SHARE))
-            seen.add(redis_rights(there, streams, "consumer"))
+            seen.add(redis_rights(there, [*streams, *side_streams], "consumer"))
             seen.add(_streams(there, consumer, streams))
             seen.add(_relay(there, consumer, settings))
     seen.add(clocks(facts, server, limits))

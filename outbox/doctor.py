@@ -538,9 +538,13 @@ def redis_rights(
     there: StreamTransport, streams: Sequence[str], side: Literal["relay", "consumer"]
 ) -> Iterator[Finding]:
     """Which commands our user may not run on these streams; each is tried without an effect."""
-    refused = {stream: some for stream in streams or [_SOME_STREAM] if (some := there.refused(stream, side))}
-    for stream, commands in refused.items():
-        what = f"this user may not run {', '.join(commands)} on stream {stream}"
+    refused: dict[tuple[str, ...], list[str]] = {}
+    for stream in streams or [_SOME_STREAM]:
+        if commands := tuple(there.refused(stream, side)):
+            refused.setdefault(commands, []).append(stream)
+    for commands, some in refused.items():
+        more = f" and {len(some) - 3} more" if len(some) > 3 else ""
+        what = f"this user may not run {', '.join(commands)} on stream {', '.join(some[:3])}{more}"
         names = " ".join(f"+{command.lower().replace(' ', '|')}" for command in commands)
         do = f"Allow the commands, and the stream's keys: ACL SETUSER … {names}"
         if streams:

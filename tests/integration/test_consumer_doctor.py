@@ -191,7 +191,11 @@ def test_what_the_redis_user_may_not_do(bench: Bench, own_valkey: Callable[..., 
         assert there.redis.xpending(there.key(), ledger.name)["pending"] == 0, "these rights are enough"
         there.redis.execute_command("ACL", "SETUSER", "app", "-xack")
         found = seen(there, "redis-rights")
-        assert (found.level, found.what) == ("error", f"this user may not run XACK on stream {TOPIC}")
+        assert (found.level, found.what) == ("error", f"this user may not run XACK on stream {TOPIC}, {TOPIC}:@ledger")
+        there.redis.execute_command("ACL", "SETUSER", "app", "resetkeys", f"~{{{TOPIC}}}*", "+xack")
+        assert f"on stream {TOPIC}:@ledger" in seen(there, "redis-rights").what, "keys are looked at too"
+        found = seen(there, "redis-rights", lanes={TOPIC: 8})
+        assert f"on stream {TOPIC}:0, {TOPIC}:1, {TOPIC}:2 and 6 more" in found.what
 
 
 def test_a_limit_for_idle_transactions_that_handlers_may_meet(bench: Bench) -> None:

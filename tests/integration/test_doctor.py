@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -242,7 +243,7 @@ def test_a_role_without_rights(bench: Bench) -> None:
         bench.db.execute(f"REASSIGN OWNED BY {role} TO CURRENT_USER; DROP OWNED BY {role}; DROP ROLE {role}")
 
 
-def test_the_oldest_snapshot_and_who_holds_it(bench: Bench) -> None:
+def test_o_56_the_oldest_snapshot_and_who_holds_it(bench: Bench) -> None:
     def oldest(seconds: float) -> Finding:
         return the(examine(bench.settings(), Limits(transaction_seconds=seconds)), "oldest-snapshot")
 
@@ -301,6 +302,16 @@ def test_lanes_that_do_not_agree(bench: Bench) -> None:
 def database_facts_of(bench: Bench) -> DatabaseFacts:
     with closing(doctor.connect(bench.settings(), "test")) as connection:
         return doctor.database_facts(connection)
+
+
+def test_a_pooler_in_between_is_seen(bench: Bench) -> None:
+    assert not database_facts_of(bench).pooled
+    stranger = SimpleNamespace(
+        execute=bench.db.execute, info=SimpleNamespace(backend_pid=bench.db.info.backend_pid + 1)
+    )
+    facts = doctor.database_facts(stranger)  # type: ignore[arg-type]  # as through a pooler, which has ids of its own
+    assert facts.pooled
+    assert "through a pooler" in the(list(doctor.database(facts)), "database-pooler").what
 
 
 @pytest.mark.parametrize(("version", "level"), [(130009, "error"), (140001, "ok"), (180001, "ok"), (190000, "warning")])
