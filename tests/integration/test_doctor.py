@@ -148,8 +148,11 @@ def test_nothing_is_changed(bench: Bench) -> None:
         return keys, [bench.redis.dump(key) for key in keys if key != bench.key().encode()], rows, groups
 
     before = state()
-    assert transport.refused(TOPIC, "relay") == transport.refused(TOPIC, "consumer") == []
-    assert transport.refused("nowhere", "relay") == transport.refused("nowhere", "consumer") == []
+    for stream in (TOPIC, "nowhere"):
+        assert transport.refused(stream, "relay") == []
+        assert state() == before
+        assert transport.refused(stream, "consumer") == []
+        assert state() == before
     examine(bench.settings())
     assert state() == before
     transport.ack(GROUP, [taken])
