@@ -118,10 +118,10 @@ class Ledger:
         return {uuid.UUID(found) for (found,) in rows}
 
     @staticmethod
-    def tag(connection: Connection) -> str | None:
+    def tag(connection: Connection) -> bytes | None:
         """The application's name as PostgreSQL last said it. It says it of itself whenever the name changes, so when a
         tagged transaction ends, too; asking costs nothing."""
-        return None if connection.closed else connection.info.parameter_status("application_name")
+        return None if connection.closed else connection.pgconn.parameter_status(b"application_name")
 
     def present(self, connection: Connection, ids: Iterable[uuid.UUID]) -> set[uuid.UUID]:
         """Those of the events that have a ledger row. Uses the primary key."""

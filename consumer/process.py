@@ -95,7 +95,7 @@ class _Work:
     begun: list[_Item] = field(default_factory=list)
     ours: bool = True
     committing: bool = False
-    tag: str | None = None
+    tag: bytes | None = None
     ended: bool = False
     misuse: HandlerMisuse | None = None
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -453,3 +454,21 @@ def test_sigterm_lets_a_busy_consumer_finish_its_batch(site: Site) -> None:
     assert process.wait(5) == 0
     assert site.state() == (5, 5, 5, 5)
     assert (site.pending(), site.unread()) == (0, 1)
+
+
+def test_sigterm_ends_an_idle_consumer_whose_redis_hangs(site: Site, own_valkey: Callable[..., ValkeyServer]) -> None:
+    """Within CONSUMER_REDIS_TIMEOUT_SECONDS, CONSUMER_BLOCK_SECONDS and one more: it waits for the answer at hand."""
+    server = own_valkey()
+    site.redis_url = server.url
+    process = site.consumer(CONSUMER_REDIS_TIMEOUT_SECONDS="2", CONSUMER_BLOCK_SECONDS="0.2")
+    with redis.Redis.from_url(server.url) as client:
+        client.xadd(KEY, fields(1))
+    eventually(lambda: site.state() == (1, 1, 1, 1), 20)
+    server.pause()
+    try:
+        started = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert time.monotonic() - started < 2 + 0.2 + 1
+    finally:
+        server.resume()

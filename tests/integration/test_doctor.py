@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -410,7 +411,9 @@ def test_replicas(own_valkey: Callable[..., ValkeyServer]) -> None:
 
 
 def test_a_cluster_and_commands_of_other_names(own_valkey: Callable[..., ValkeyServer]) -> None:
-    server = own_valkey(settings={"cluster-enabled": "yes", "rename-command": "XCLAIM XTAKE"})
+    with socket.create_server(("127.0.0.1", 0)) as free:  # the usual one, 10,000 above, may be taken
+        port = str(free.getsockname()[1])
+    server = own_valkey(settings={"cluster-enabled": "yes", "cluster-port": port, "rename-command": "XCLAIM XTAKE"})
     assert on_redis(server, "redis-cluster").level == "warning"
     found = on_redis(server, "redis-commands")
     assert (found.level, found.what) == ("error", "the server does not know XCLAIM")
