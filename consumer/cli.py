@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from consumer.doctor import examine
 from consumer.handlers import Consumer
 from consumer.reconcile import Report
 from consumer.reconcile import reconcile as reconciled
@@ -23,7 +24,18 @@ from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
 from outbox import operations
 from outbox import schema as schemas
-from outbox.cli import LogLevel, configure_logging, run_app, run_migrate, stop_on_signals
+from outbox.cli import (
+    AsJson,
+    LogLevel,
+    Strict,
+    TransactionSeconds,
+    configure_logging,
+    report,
+    run_app,
+    run_migrate,
+    stop_on_signals,
+)
+from outbox.doctor import TRANSACTION_SECONDS, Limits
 from outbox.errors import OutboxError, SettingsError
 from outbox.replay import Selection, replay
 from outbox.settings import RelaySettings
@@ -42,6 +54,8 @@ Schema = Annotated[
     str | None, typer.Option("--schema", help="Schema of the consumer's tables; default: CONSUMER_SCHEMA, else public.")
 ]
 
+Target = Annotated[str, typer.Argument(metavar="MODULE:NAME", help="The Consumer, e.g. myapp.handlers:wallet.")]
+
 
 @app.command()
 def migrate(
@@ -54,7 +68,7 @@ def migrate(
 
 @app.command()
 def run(
-    target: Annotated[str, typer.Argument(metavar="MODULE:NAME", help="The Consumer, e.g. myapp.handlers:wallet.")],
+    target: Target,
     schema: Schema = None,
     log_level: LogLevel = "info",
 ) -> None:
@@ -69,6 +83,24 @@ def run(
     log.info("consumer %s started", consumer.name, extra={"action": "consumer_started"})
     worker.run()
     log.info("consumer %s stopped", consumer.name, extra={"action": "consumer_stopped"})
+
+
+@app.command()
+def doctor(
+    target: Target,
+    schema: Schema = None,
+    as_json: AsJson = False,
+    strict: Strict = False,
+    transaction_seconds: TransactionSeconds = TRANSACTION_SECONDS,
+) -> None:
+    """Look at the servers, the tables and the settings, and say what is wrong and what to do. Changes nothing.
+
+    Exit code: 0 no errors, 1 errors, 2 with --strict warnings.
+    """
+    overrides: dict[str, Any] = {"schema_name": schema} if schema else {}
+    limits = Limits(transaction_seconds=transaction_seconds)
+    findings = examine(_loaded(target), ConsumerSettings(**overrides), limits)
+    report(findings, as_json=as_json, strict=strict)
 
 
 @app.command()

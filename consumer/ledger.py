@@ -98,6 +98,9 @@ class Ledger:
             FROM unnest(%s::text[], %s::text[], %s::text[], %s::bigint[]) AS batch (topic, type, key, version)
             WHERE v.consumer = %s AND v.topic = batch.topic AND v.type = batch.type AND v.key = batch.key
         """)
+        self._count_dead = compose(
+            "SELECT reason, count(*) FROM {dead_letters} WHERE consumer = %s GROUP BY reason ORDER BY reason"
+        )
         self._bury = compose("""
             INSERT INTO {dead_letters} (consumer, stream, stream_id, event_id, reason, error, fields, attempts)
             VALUES (%s, %s, %s, %s, %s, %s, %s::bytea[], %s)
@@ -243,6 +246,21 @@ class Ledger:
             for start in range(low, now + ahead * width + 1, width)
         ]
         return schemas.make_partitions(connection, self.schema, "processed_messages", "event_id", ranges)
+
+    # --- for the doctor ---
+
+    def seconds_ahead(self, connection: Connection) -> float:
+        """How far the partitions reach beyond the clock, in seconds; negative: not even to it."""
+        names = schemas.existing_partitions(connection, self.schema, "processed_messages")
+        last = max((int(name.rsplit("_", 1)[1]) for name in names if not name.endswith("_default")), default=0)
+        row = connection.execute("SELECT %s / 1000.0 - extract(epoch FROM clock_timestamp())", (last,)).fetchone()
+        assert row is not None
+        return float(row[0])
+
+    def dead_letters(self, connection: Connection) -> dict[str, int]:
+        """How many deliveries of this consumer are put aside, by reason. Walks its part of dead_letters_delivery."""
+        rows = connection.execute(self._count_dead, (self.consumer,))
+        return dict(rows.fetchall())
 
 
 def _upper(partition: str) -> int:

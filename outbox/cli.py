@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ import typer
 from outbox import operations
 from outbox import replay as replays
 from outbox import schema as schemas
+from outbox.doctor import TRANSACTION_SECONDS, Finding, Limits, examine
 from outbox.errors import OutboxError, SettingsError
 from outbox.relay import Relay
 from outbox.settings import RelaySettings, check_schema, database_url_from_environment
@@ -36,6 +38,11 @@ app = typer.Typer(
 
 Schema = Annotated[
     str | None, typer.Option("--schema", help="Schema of the outbox tables; default: OUTBOX_SCHEMA, else public.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON list instead.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Exit code 2 when there are warnings and no errors.")]
+TransactionSeconds = Annotated[
+    float, typer.Option("--transaction-seconds", min=0, help="Warn of transactions that are open for longer.")
 ]
 LogLevel = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
 
@@ -58,6 +65,21 @@ def relay(schema: Schema = None, log_level: LogLevel = "info") -> None:
     logging.getLogger("outbox").info("relay started", extra={"action": "relay_started"})
     running.run()
     logging.getLogger("outbox").info("relay stopped", extra={"action": "relay_stopped"})
+
+
+@app.command()
+def doctor(
+    schema: Schema = None,
+    as_json: AsJson = False,
+    strict: Strict = False,
+    transaction_seconds: TransactionSeconds = TRANSACTION_SECONDS,
+) -> None:
+    """Look at the servers, the tables and the settings, and say what is wrong and what to do. Changes nothing.
+
+    Exit code: 0 no errors, 1 errors, 2 with --strict warnings.
+    """
+    findings = examine(_settings(schema), Limits(transaction_seconds=transaction_seconds))
+    report(findings, as_json=as_json, strict=strict)
 
 
 @app.command()
@@ -185,6 +207,23 @@ def run_migrate(branch: schemas.Branch, schema: str, sql: bool) -> None:
         return
     revision = schemas.upgrade(database_url_from_environment(), branch, schema=schema)
     typer.echo(f"{branch} tables in schema {schema} are at revision {revision}")
+
+
+_SHOWN = {"error": "FAIL", "warning": "warn", "ok": "ok"}
+
+
+def report(findings: Sequence[Finding], *, as_json: bool, strict: bool) -> None:
+    """Print what a doctor found, the worst first, and end the process with the exit code that says so."""
+    counts = Counter(finding.level for finding in findings)
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        for finding in sorted(findings, key=lambda finding: list(_SHOWN).index(finding.level)):
+            typer.echo(f"{_SHOWN[finding.level]:4}  {finding.code}: {finding.what}")
+            if finding.do:
+                typer.echo(f"      -> {finding.do}")
+        typer.echo(f"{counts['error']} errors, {counts['warning']} warnings, {counts['ok']} ok")
+    raise SystemExit(1 if counts["error"] else 2 if strict and counts["warning"] else 0)
 
 
 def configure_logging(level: str) -> None:

@@ -20,8 +20,10 @@ search_path.
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import lru_cache
@@ -128,6 +130,16 @@ class StreamHead:
     seq: int
     token: str
     lanes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupProgress:
+    """How long a declared group has acknowledged nothing, and how many events it has not acknowledged."""
+
+    stream: str
+    name: str
+    silent_seconds: float
+    events: int
 
 
 class Store:
@@ -321,6 +333,18 @@ class Store:
         """Every declared group of every stream. Reads the whole table: a few rows a stream."""
         rows = connection.execute(self._sql("SELECT stream, name, acked FROM {outbox_group} ORDER BY stream, name"))
         return [Group(*row) for row in rows]
+
+    def progress(self, connection: Connection) -> list[GroupProgress]:
+        """How far every declared group is. Walks for each the part of outbox_stream_pkey that it has not acknowledged."""
+        rows = connection.execute(
+            self._sql("""
+            SELECT g.stream, g.name, extract(epoch FROM clock_timestamp() - g.acked_at)::float8,
+                   coalesce((SELECT sum(s.events) FROM {outbox_stream} s
+                             WHERE s.stream = g.stream AND s.seq > g.acked), 0)::bigint
+            FROM {outbox_group} g ORDER BY g.stream, g.name
+            """)
+        )
+        return [GroupProgress(*row) for row in rows]
 
     def see_groups(self, connection: Connection, groups: Sequence[Group]) -> None:
         """Declare groups that are new, and write down how far they are; `acked` never goes back. A group that stands
@@ -616,6 +640,24 @@ class Store:
         ]
         return schemas.make_partitions(connection, self.schema, "outbox", "position", ranges)
 
+    def positions_ahead(self, connection: Connection) -> int:
+        """How many positions are left in partitions beyond the newest event; negative or 0: none."""
+        names = schemas.existing_partitions(connection, self.schema, "outbox")
+        row = connection.execute(self._sql("SELECT coalesce(max(position), 0) FROM {outbox}")).fetchone()
+        assert row is not None
+        return max((_upper(name) for name in names if name != "outbox_default"), default=0) - int(row[0])
+
+    def rows_in_default(self, connection: Connection, limit: int) -> int:
+        """Events in the default partition, counted up to `limit`."""
+        row = connection.execute(
+            sql.SQL("SELECT count(*) FROM (SELECT FROM {} LIMIT %s) held").format(
+                sql.Identifier(self.schema, "outbox_default")
+            ),
+            (limit,),
+        ).fetchone()
+        assert row is not None
+        return int(row[0])
+
 
 def _upper(partition: str) -> int:
     """The position that a partition ends before, from its name."""
@@ -631,3 +673,149 @@ def insert(schema: str, events: int) -> sql.Composed:
         sql.SQL(", ").join(map(sql.Identifier, COLUMNS)),
         sql.SQL(", ").join([row] * events),
     )
+
+
+# --- what the doctors of both sides ask; system views only, nothing is locked -------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseFacts:
+    """What a PostgreSQL server says about itself and our session.
+
+    Attributes:
+        version: ``server_version_num``: 180001 is 18.1.
+        pooled: our connection does not lead to a session of its own (PgBouncer and the like).
+        ahead_seconds: its clock minus this machine's.
+        sees_sessions: our role sees what other roles' sessions do.
+        idle_limit_seconds: ``idle_in_transaction_session_timeout``; 0: none.
+    """
+
+    version: int
+    pooled: bool
+    ahead_seconds: float
+    sees_sessions: bool
+    in_recovery: bool
+    read_only: bool
+    fsync: bool
+    synchronous_commit: str
+    idle_limit_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTransaction:
+    """A transaction of another session of our database.
+
+    Attributes:
+        seconds: since it began.
+        idle_seconds: since its last statement ended; None: one runs.
+        holds: it has a snapshot or a transaction id, so that VACUUM keeps what died since.
+    """
+
+    pid: int
+    application: str
+    role: str
+    seconds: float
+    idle_seconds: float | None
+    holds: bool
+
+
+@contextmanager
+def reading(connection: Connection, limit_seconds: float = 10) -> Iterator[None]:
+    """A transaction in which nothing can be changed, and no statement runs or waits for longer than the limit."""
+    with connection.transaction():
+        connection.execute("SET TRANSACTION READ ONLY")
+        connection.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(round(limit_seconds * 1000)))
+        yield
+
+
+def database_facts(connection: Connection) -> DatabaseFacts:
+    """What the server says about itself."""
+    before = time.time()
+    row = connection.execute("SELECT extract(epoch FROM clock_timestamp())::float8").fetchone()
+    assert row is not None
+    ahead = row[0] - (before + time.time()) / 2
+    row = connection.execute(
+        """
+        SELECT current_setting('server_version_num')::integer, pg_backend_pid() <> %s, %s::float8,
+               pg_has_role(current_user, 'pg_read_all_stats', 'USAGE'), pg_is_in_recovery(),
+               current_setting('default_transaction_read_only')::boolean, current_setting('fsync')::boolean,
+               current_setting('synchronous_commit'),
+               (SELECT setting::float8 / 1000 FROM pg_catalog.pg_settings
+                WHERE name = 'idle_in_transaction_session_timeout')
+        """,
+        (connection.info.backend_pid, ahead),
+    ).fetchone()
+    assert row is not None
+    return DatabaseFacts(*row)
+
+
+def open_transactions(connection: Connection) -> list[OpenTransaction]:
+    """Transactions of our database's other sessions, oldest first, as far as our role may see them."""
+    rows = connection.execute(
+        """
+        SELECT pid, application_name, usename::text, extract(epoch FROM clock_timestamp() - xact_start)::float8,
+               CASE WHEN starts_with(state, 'idle') THEN
+                   extract(epoch FROM clock_timestamp() - state_change)::float8 END,
+               backend_xmin IS NOT NULL OR backend_xid IS NOT NULL
+        FROM pg_catalog.pg_stat_activity
+        WHERE datname = current_database() AND xact_start IS NOT NULL AND pid <> pg_backend_pid()
+          AND backend_type = 'client backend'
+        ORDER BY xact_start
+        """
+    )
+    return [OpenTransaction(*row) for row in rows]
+
+
+def prepared_transactions(connection: Connection) -> list[tuple[str, str, float]]:
+    """Prepared transactions of our database: identifier, owner, and how many seconds ago they were prepared."""
+    return connection.execute(
+        """
+        SELECT gid, owner::text, extract(epoch FROM clock_timestamp() - prepared)::float8
+        FROM pg_catalog.pg_prepared_xacts WHERE database = current_database() ORDER BY prepared
+        """
+    ).fetchall()
+
+
+def unused_slots(connection: Connection) -> list[str]:
+    """Replication slots that nobody reads from: they keep WAL, and with a snapshot of their own also dead rows."""
+    rows = connection.execute(
+        "SELECT slot_name::text FROM pg_catalog.pg_replication_slots WHERE NOT active AND restart_lsn IS NOT NULL "
+        "ORDER BY slot_name"
+    )
+    return [name for (name,) in rows]
+
+
+def lacking(connection: Connection, schema: str, wanted: Mapping[str, str]) -> list[str]:
+    """The rights (``INSERT on outbox``) that our role lacks.
+
+    Args:
+        wanted: privileges with commas between them, by table; tables that are not there are passed over.
+    """
+    pairs = [(table, privilege) for table, some in wanted.items() for privilege in some.split(", ")]
+    rows = connection.execute(
+        """
+        SELECT 'USAGE on schema ' || nspname FROM pg_catalog.pg_namespace
+        WHERE nspname = %(schema)s AND NOT has_schema_privilege(oid, 'USAGE')
+        UNION ALL
+        SELECT wanted.privilege || ' on ' || wanted.name
+        FROM unnest(%(tables)s::text[], %(privileges)s::text[]) AS wanted (name, privilege)
+        JOIN pg_catalog.pg_class c ON c.relname = wanted.name
+        JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace AND n.nspname = %(schema)s
+        WHERE NOT has_table_privilege(c.oid, wanted.privilege)
+        """,
+        {"schema": schema, "tables": [table for table, _ in pairs], "privileges": [right for _, right in pairs]},
+    )
+    return [right for (right,) in rows]
+
+
+def may_partition(connection: Connection, schema: str, table: str) -> bool:
+    """Whether our role can make and drop partitions of a table: it owns it, and may create in its schema."""
+    row = connection.execute(
+        """
+        SELECT bool_and(pg_has_role(c.relowner, 'USAGE') AND has_schema_privilege(n.oid, 'CREATE'))
+        FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+        WHERE n.nspname = %s AND c.relname IN (%s, %s)
+        """,
+        (schema, table, f"{table}_default"),
+    ).fetchone()
+    return bool(row and row[0])

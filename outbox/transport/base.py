@@ -15,7 +15,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from outbox.envelope import Run
 from outbox.errors import TransportError
@@ -167,6 +167,29 @@ class StreamState:
     missing: int
     trimmed: int
     groups: list[GroupState]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says about itself, for a person's eyes (`outbox.doctor`). No part of the contract below.
+
+    Attributes:
+        product: ``Redis`` or ``Valkey``.
+        version: its own version, not the one it is compatible with.
+        protocol: version of RESP on our connection; None: HELLO is refused or not known.
+        ahead_seconds: its clock minus this machine's; None: TIME is refused.
+        info: the fields of INFO; empty where that is refused.
+        settings: the fields of CONFIG GET that were asked for; empty where that is refused.
+        unknown: commands that we need and that it does not know, or knows by another name.
+    """
+
+    product: str
+    version: str
+    protocol: int | None
+    ahead_seconds: float | None
+    info: Mapping[str, Any]
+    settings: Mapping[str, str]
+    unknown: Sequence[str]
 
 
 class Transport(Protocol):

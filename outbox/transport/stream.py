@@ -9,11 +9,12 @@ Invariants:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from importlib.resources import files
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import redis
@@ -26,11 +27,31 @@ from redis.retry import Retry
 
 from outbox.envelope import Run
 from outbox.errors import GroupLost, StreamUnusable, TransportError, TransportUnavailable
-from outbox.transport.base import Claim, Delivery, GroupState, Marker, Part, StreamInfo, StreamState
+from outbox.transport.base import Claim, Delivery, GroupState, Marker, Part, ServerFacts, StreamInfo, StreamState
 
 T = TypeVar("T")
 
 _SCRIPTS = {name: (files("outbox.transport") / f"{name}.lua").read_text() for name in ("publish", "inspect", "forget")}
+#: Places of keys in the probes, and a group that nobody has.
+_STREAM, _BESIDE, _NOBODY = "<stream>", "<stream>:relay", "outbox-doctor:nobody"
+#: What each side sends to the server (the relay by its scripts too), so that it has no effect: the group is not there, the
+#: id is none that can be added or found, the number of arguments or their type is refused.
+_PROBES: dict[str, list[tuple[Any, ...]]] = {
+    "relay": [
+        (b"INFO", "memory"), (b"SCRIPT", b"LOAD", "return 0"), (b"EVALSHA", "0" * 40, 0), (b"TIME",),
+        (b"EXISTS", _STREAM), (b"XINFO", b"STREAM", _STREAM), (b"XINFO", b"GROUPS", _STREAM),
+        (b"XINFO", b"CONSUMERS", _STREAM, _NOBODY), (b"XPENDING", _STREAM, _NOBODY), (b"XRANGE", _STREAM, "-", "-"),
+        (b"XADD", _STREAM, "NOMKSTREAM", "0-0", "", ""), (b"XTRIM", _STREAM, "MINID", "0-0"),
+        (b"XGROUP", b"DESTROY", _STREAM, _NOBODY), (b"XGROUP", b"DELCONSUMER", _STREAM, _NOBODY, ""),
+        (b"HMGET", _BESIDE, "batch"), (b"HSET", _BESIDE, "batch", "", "odd"), (b"HDEL", _BESIDE, _NOBODY),
+        (b"HINCRBY", _BESIDE, "absent", "no number"),
+    ],
+    "consumer": [
+        (b"XGROUP", b"CREATE", _STREAM, _NOBODY, "no id"), (b"XACK", _STREAM, _NOBODY, "0-0"),
+        (b"XREADGROUP", b"GROUP", _NOBODY, "", "STREAMS", _STREAM, ">"), (b"XPENDING", _STREAM, _NOBODY),
+        (b"XCLAIM", _STREAM, _NOBODY, "", 0, "0-0"), (b"XRANGE", _STREAM, "-", "-"), (b"HMGET", _BESIDE, "lanes"),
+    ],
+}  # fmt: skip
 #: Hand-back: so long idle that anyone's claim finds it at once.
 _LONG_IDLE_MS = 30 * 86_400_000
 
@@ -201,6 +222,65 @@ class StreamTransport:
             for d, ours in zip(deliveries, replies, strict=True) if ours and not isinstance(ours, RedisError)
         ]))  # fmt: skip
 
+    # --- for the doctor ---
+
+    def facts(self) -> ServerFacts:
+        """What the server says about itself; what it refuses to say is left out.
+
+        Raises:
+            TransportUnavailable: it cannot be reached or cannot work.
+        """
+        hello = _named(self._asked(b"HELLO"))
+        info: dict[str, Any] = self._asked_of(lambda: self._client.info()) or {}
+        settings: dict[str, str] = {}
+        for name in ("appendfsync", "min-replicas-to-write"):
+            settings |= _named(self._asked(b"CONFIG", b"GET", name))
+        before, clock = time.time(), self._asked(b"TIME")
+        ahead = None if clock is None else int(clock[0]) + int(clock[1]) / 1e6 - (before + time.time()) / 2
+        names = sorted({_name_of(probe).split()[0] for probes in _PROBES.values() for probe in probes})
+        known = self._asked(b"COMMAND", b"INFO", *names) or ()
+        valkey = "valkey_version" in info or hello.get("server") == "valkey"
+        version = info.get("valkey_version") or info.get("redis_version") or hello.get("version") or ""
+        return ServerFacts(
+            "Valkey" if valkey else "Redis", str(version), int(hello["proto"]) if "proto" in hello else None, ahead,
+            info, settings, [name for name, reply in zip(names, known, strict=False) if not reply],
+        )  # fmt: skip
+
+    def refused(self, stream: str, side: Literal["relay", "consumer"]) -> list[str]:
+        """Commands of the relay or of a consumer that our user may not run on the stream or its marker.
+
+        Each is really sent, with arguments that cannot have an effect: rights are looked at before them.
+
+        Raises:
+            TransportUnavailable: the server cannot be reached or cannot work.
+        """
+        keys = {_STREAM: self._key(stream), _BESIDE: f"{self._key(stream)}:relay"}
+        replies = self._pipeline([tuple(keys.get(part, part) for part in probe) for probe in _PROBES[side]])
+        return [
+            _name_of(probe)
+            for probe, reply in zip(_PROBES[side], replies, strict=True)
+            if isinstance(reply, RedisError) and _translated(reply).code == "NOPERM"
+        ]
+
+    def has_group(self, group: str, stream: str) -> bool:
+        """Whether the stream is there and has the group."""
+        try:
+            self._command(b"XPENDING", self._key(stream), group)
+        except GroupLost:
+            return False
+        return True
+
+    def _asked(self, *command: Any) -> Any:
+        return self._asked_of(lambda: self._command(*command))
+
+    @staticmethod
+    def _asked_of(question: Callable[[], T]) -> T | None:
+        """The answer; None if the server does not know the command or refuses it to our user."""
+        try:
+            return _translating(question)
+        except StreamUnusable:
+            return None
+
     # --- plumbing ---
 
     def _key(self, stream: str) -> str:
@@ -244,6 +324,17 @@ def _group_state(
 
     idle = idle_ms / 1000 if idle_ms >= 0 else None
     return GroupState(name.decode(), pending, oldest.decode() or None, before(needed), before(undelivered), in_it, idle)
+
+
+def _name_of(probe: tuple[Any, ...]) -> str:
+    """The command and its subcommand: what a probe has as bytes."""
+    return " ".join(part.decode() for part in probe if isinstance(part, bytes) and part != b"GROUP")
+
+
+def _named(reply: Any) -> dict[str, Any]:
+    """A reply of names and values as a dictionary, in both protocols; empty for none."""
+    pairs = reply.items() if isinstance(reply, dict) else zip((reply or ())[::2], (reply or ())[1::2], strict=True)
+    return {name.decode(): value.decode() if isinstance(value, bytes) else value for name, value in pairs}
 
 
 def _settle(replies: Iterable[Any]) -> None:

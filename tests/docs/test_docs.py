@@ -103,7 +103,17 @@ def test_every_setting_is_described() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["outbox", "outbox migrate", "outbox relay", "consumer", "consumer migrate", "consumer run"]
+    "command",
+    [
+        "outbox",
+        "outbox migrate",
+        "outbox relay",
+        "outbox doctor",
+        "consumer",
+        "consumer migrate",
+        "consumer run",
+        "consumer doctor",
+    ],
 )
 def test_help_is_there(command: str) -> None:
     package, *rest = command.split()

@@ -1,0 +1,179 @@
+"""What is wrong, or will be, with a consumer's servers and tables; see `outbox.doctor`, which looks at the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from typing import Final
+
+from consumer.handlers import Consumer
+from consumer.ledger import Connection, Ledger
+from consumer.settings import ConsumerSettings
+from consumer.worker import _MARGIN_SECONDS as MARGIN_SECONDS  # one rule, and the worker refuses to start by it
+from outbox.doctor import (
+    Examination,
+    Finding,
+    Limits,
+    clocks,
+    connect,
+    database,
+    error,
+    lasting,
+    ok,
+    partition_rights,
+    redis,
+    redis_rights,
+    stream_unusable,
+    tables,
+    transactions,
+    transport,
+    upkeep_rights,
+    warning,
+)
+from outbox.errors import StreamUnusable
+from outbox.store import DatabaseFacts, database_facts, reading
+from outbox.transport import StreamTransport
+from outbox.transport.base import side_stream, streams_of
+
+#: What the consumer's role needs, by table; what the handlers write is theirs to know.
+CONSUMING: Final = {
+    "consumer_schema_version": "SELECT",
+    "processed_messages": "SELECT, INSERT, UPDATE, DELETE",
+    "entity_versions": "SELECT, INSERT, UPDATE",
+    "dead_letters": "SELECT, INSERT",
+}
+#: What it needs besides to forget what is old.
+UPKEEP: Final = {"processed_messages_default": "SELECT, DELETE", "entity_versions": "DELETE"}
+#: The relay's default: consumers do not know what it is set to.
+_PAUSE_SHARE = 0.8
+
+
+def examine(consumer: Consumer, settings: ConsumerSettings, limits: Limits | None = None) -> list[Finding]:
+    """Look at everything that a consumer needs. Changes nothing, and raises nothing for a server that is down."""
+    seen, limits, facts = Examination(), limits or Limits(), None
+    connection = seen.ask(lambda: connect(settings, "consumer doctor"))
+    if connection is not None:
+        with closing(connection):
+            facts = seen.ask(lambda: database_facts(connection))
+            if facts is not None:
+                seen.add(database(facts))
+                seen.add(transactions(connection, facts, limits))
+                seen.add(_settings(facts, settings))
+                if seen.add(tables(connection, "consumer", settings.schema_name, CONSUMING)):
+                    seen.add(_ledger(connection, Ledger(consumer.name, settings.schema_name), settings))
+    streams = [stream for topic in consumer.topics for stream in streams_of(topic, settings.lanes.get(topic, 1))]
+    side_streams = [side_stream(topic, consumer.name) for topic in consumer.topics]
+    with closing(transport(settings)) as there:
+        server = seen.ask(there.facts)
+        if server is not None:
+            seen.add(redis(server, limits, _PAUSE_SHARE))
+            seen.add(redis_rights(there, [*streams, *side_streams], "consumer"))
+            seen.add(_streams(there, consumer, streams))
+            seen.add(_relay(there, consumer, settings))
+    seen.add(clocks(facts, server, limits))
+    return seen.findings
+
+
+def _settings(facts: DatabaseFacts, settings: ConsumerSettings) -> Iterator[Finding]:
+    limit = facts.idle_limit_seconds
+    if 0 < limit < settings.claim_seconds:
+        yield warning(
+            "idle-limit", f"PostgreSQL ends a session after {lasting(limit)} without a statement in a transaction: a handler "
+            "that is busy with something else for so long is rolled back and runs again",
+            "Keep slow work out of handlers (record a job instead), or raise idle_in_transaction_session_timeout for "
+            "this role.",
+        )  # fmt: skip
+    else:
+        yield ok(
+            "idle-limit", "PostgreSQL ends no session within CONSUMER_CLAIM_SECONDS for being idle in a transaction"
+        )
+    if facts.pooled and settings.prepare_threshold is not None:
+        yield warning(
+            "prepared-statements", "CONSUMER_PREPARE_THRESHOLD is set, and PostgreSQL is reached through a pooler",
+            "Unset it, unless the pooler keeps prepared statements (PgBouncer 1.21 with max_prepared_statements).",
+        )  # fmt: skip
+    else:
+        yield ok("prepared-statements", "prepared statements cannot meet the wrong session")
+
+
+def _ledger(connection: Connection, ledger: Ledger, settings: ConsumerSettings) -> Iterator[Finding]:
+    yield upkeep_rights(connection, ledger.schema, UPKEEP)
+    yield partition_rights(connection, ledger.schema, "processed_messages")
+    with reading(connection):
+        ahead = ledger.seconds_ahead(connection)
+        dead = ledger.dead_letters(connection)
+    if ahead < settings.ledger_partition_days * 86_400:
+        yield warning(
+            "ledger-partitions", f"partitions of the ledger reach {lasting(max(ahead, 0))} ahead",
+            "Start the consumer, which makes them every hour; if one runs, see its log and partition-rights.",
+        )  # fmt: skip
+    else:
+        yield ok("ledger-partitions", f"partitions of the ledger reach {lasting(ahead)} ahead")
+    if dead:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dead.items())
+        yield warning(
+            "dead-letters", f"{sum(dead.values())} deliveries are put aside as dead letters ({reasons})",
+            f"Look into {ledger.schema}.dead_letters: what is there was not applied.",
+        )  # fmt: skip
+    else:
+        yield ok("dead-letters", "no dead letters")
+
+
+def _streams(there: StreamTransport, consumer: Consumer, streams: Sequence[str]) -> Iterator[Finding]:
+    fine = 0
+    for stream in streams:
+        try:
+            found = there.has_group(consumer.name, stream)
+        except StreamUnusable as failure:
+            yield stream_unusable(stream, failure)
+            continue
+        if found:
+            fine += 1
+        else:
+            yield warning(
+                "group-missing", f"group {consumer.name} of stream {stream} is not in Redis",
+                "Start the consumer, which makes it; the relay publishes again what was lost.",
+            )  # fmt: skip
+    if fine == len(streams):
+        yield ok("groups", f"the group is there in all {fine} streams")
+
+
+def _relay(there: StreamTransport, consumer: Consumer, settings: ConsumerSettings) -> Iterator[Finding]:
+    """What the relay left beside the streams: lanes, and how long it keeps what it may publish again."""
+    for topic in consumer.topics:
+        ours = settings.lanes.get(topic, 1)
+        looked_at = dict.fromkeys(
+            [*streams_of(topic, ours), topic, f"{topic}:0"]
+        )  # any other number has one of the two
+        found = [(stream, there.info(stream)) for stream in looked_at]
+        theirs = next((i for stream, i in found if i.lanes is not None and stream in streams_of(topic, i.lanes)), None)
+        if theirs is None:
+            yield warning(
+                "relay-missing", f"no relay has published topic {topic} here",
+                "See that a relay runs with the same REDIS_URL and OUTBOX_KEY_PREFIX, and that events of the topic are "
+                "recorded.",
+            )  # fmt: skip
+            continue
+        if theirs.lanes != ours:
+            yield error(
+                "lanes", f"the relay spreads topic {topic} over {theirs.lanes} lanes, OUTBOX_LANES says {ours}",
+                "Set OUTBOX_LANES alike for relay and consumers.",
+            )  # fmt: skip
+        else:
+            yield ok("lanes", f"OUTBOX_LANES agrees with the relay about topic {topic}")
+        if theirs.keep_seconds is not None:
+            yield _retention(topic, theirs.keep_seconds, settings.ledger_retention_days)
+
+
+def _retention(topic: str, keep_seconds: int, days: int) -> Finding:
+    """The ledger must remember for longer than an event can be published again."""
+    what = (
+        f"the outbox keeps events of topic {topic} for {lasting(keep_seconds)} (OUTBOX_RETENTION_SECONDS), the ledger "
+        f"remembers for {days} days (CONSUMER_LEDGER_RETENTION_DAYS)"
+    )
+    if days * 86_400 < keep_seconds + MARGIN_SECONDS:
+        return error(
+            "retention", f"{what}: an event published again could be applied again, and the consumer does not start",
+            "Let the ledger remember for a day longer than the outbox keeps.",
+        )  # fmt: skip
+    return ok("retention", what)

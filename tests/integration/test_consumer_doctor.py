@@ -1,0 +1,218 @@
+"""`consumer doctor`: what a consumer needs is looked at on real servers, and what is missing is seen."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from consumer import doctor
+from consumer.doctor import examine
+from consumer.settings import ConsumerSettings
+from consumer.worker import Worker
+from outbox import schema
+from outbox.doctor import Finding
+from outbox.embedded import PostgresServer, ValkeyServer
+from outbox.errors import SettingsError
+from outbox.store import database_facts
+from tests.faults.chaos import ROOT, TABLES, TOPIC, Bench, drain, ledger
+
+
+@pytest.fixture
+def bench(database_url: str, redis_url: str, prefix: str) -> Iterator[Bench]:
+    with Bench(database_url, redis_url, prefix) as made:
+        made.db.execute(TABLES)
+        yield made
+
+
+def settings(bench: Bench, **options: Any) -> ConsumerSettings:
+    given = {"database_url": bench.database_url, "redis_url": bench.redis_url, "key_prefix": bench.prefix}
+    return ConsumerSettings(**(given | {"block_seconds": 0.01} | options))
+
+
+def named(findings: list[Finding], code: str) -> list[Finding]:
+    return [finding for finding in findings if finding.code == code]
+
+
+def seen(bench: Bench, code: str, **options: Any) -> Finding:
+    (found,) = named(examine(ledger, settings(bench, **options)), code)
+    assert found.level == "ok" or found.do
+    return found
+
+
+def consume(bench: Bench, **options: Any) -> None:
+    worker = Worker(ledger, settings(bench, **options))
+    worker.run_once()
+    worker.close()
+
+
+def test_where_all_is_well_nothing_is_complained_of(
+    own_postgres: Callable[..., PostgresServer], own_valkey: Callable[..., ValkeyServer]
+) -> None:
+    database, server = (
+        own_postgres(settings={"fsync": "on"}),
+        own_valkey(settings={"maxmemory": "1gb", "appendonly": "yes"}),
+    )
+    for branch in ("outbox", "consumer"):
+        schema.upgrade(database.url, branch)  # type: ignore[arg-type]
+    with Bench(database.url, server.url) as bench:
+        bench.db.execute(TABLES)
+        environment = os.environ | {"DATABASE_URL": database.url, "REDIS_URL": server.url}
+
+        def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-m", "consumer", "doctor", "tests.faults.chaos:ledger", *arguments]
+            return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+        done = run("--json", "--strict")
+        assert done.returncode == 2, "nothing has run yet"
+        warnings = [found["code"] for found in json.loads(done.stdout) if found["level"] == "warning"]
+        assert warnings == ["ledger-partitions", "group-missing", "relay-missing"]
+        bench.write(2)
+        drain(bench.relay())
+        consume(bench)
+        findings = examine(ledger, settings(bench))
+        assert [finding for finding in findings if finding.level != "ok"] == []
+        done = run("--strict")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.splitlines()[-1] == f"0 errors, 0 warnings, {len(findings)} ok"
+        bench.db.execute("DROP TABLE public.consumer_schema_version")
+        done = run()
+        assert done.returncode == 1
+        assert "FAIL  schema-revision" in done.stdout
+        assert "-> Run: consumer migrate." in done.stdout
+
+
+def test_servers_that_are_down_are_findings() -> None:
+    away = ConsumerSettings(database_url="postgresql://u@127.0.0.1:1/x", redis_url="redis://127.0.0.1:1/0")
+    found = [(finding.code, finding.level) for finding in examine(ledger, away)]
+    assert found == [("database-unavailable", "error"), ("redis-unavailable", "error")]
+
+
+def test_a_role_without_rights(bench: Bench) -> None:
+    role, info = f"r{bench.prefix[:-1]}", bench.db.info
+    url = f"postgresql://{role}@{info.host}:{info.port}/{info.dbname}"
+    bench.db.execute(f"CREATE ROLE {role} LOGIN")
+    try:
+        found = seen(bench, "database-rights", database_url=url)
+        wanted = [f"{right} on {table}" for table, some in doctor.CONSUMING.items() for right in some.split(", ")]
+        assert found.level == "error"
+        assert sorted(found.what.removeprefix("this role lacks ").split(", ")) == sorted(wanted)
+        for table, rights in doctor.CONSUMING.items():
+            bench.db.execute(f"GRANT {rights} ON public.{table} TO {role}")
+        assert seen(bench, "database-rights", database_url=url).level == "ok"
+        assert seen(bench, "partition-rights", database_url=url).level == "warning"
+        assert seen(bench, "upkeep-rights", database_url=url).level == "warning"
+        bench.db.execute(f"GRANT INSERT ON public.effects TO {role}")
+        bench.db.execute(f"GRANT SELECT, INSERT, UPDATE ON public.limits TO {role}")
+        bench.write(2)
+        bench.write(1, type="limited", key="B")
+        bench.redis.xadd(bench.key(), {"id": "nonsense"})
+        drain(bench.relay())
+        consume(bench, database_url=url)
+        assert bench.one("SELECT count(*) FROM public.processed_messages") == 3, "these rights are enough"
+        assert seen(bench, "dead-letters", database_url=url).what.startswith("1 deliveries are put aside")
+    finally:
+        bench.db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+
+
+def test_partitions_of_the_ledger(bench: Bench) -> None:
+    assert seen(bench, "ledger-partitions").level == "warning"
+    consume(bench)
+    assert seen(bench, "ledger-partitions").level == "ok"
+    assert seen(bench, "ledger-partitions", ledger_partition_days=365).level == "warning"
+
+
+def test_dead_letters_are_counted_by_reason(bench: Bench) -> None:
+    assert seen(bench, "dead-letters").level == "ok"
+    bench.db.execute(
+        "INSERT INTO public.dead_letters (consumer, stream, stream_id, reason, error, fields) "
+        "SELECT c, 's', i::text, CASE WHEN i < 3 THEN 'bad' ELSE 'worse' END, '', '{}' "
+        "FROM generate_series(1, 3) i, unnest(ARRAY[%s, 'another']) c",
+        (ledger.name,),
+    )
+    found = seen(bench, "dead-letters")
+    assert found.level == "warning"
+    assert found.what == "3 deliveries are put aside as dead letters (2 bad, 1 worse)"
+
+
+def test_groups_and_what_the_relay_left(bench: Bench) -> None:
+    assert seen(bench, "group-missing").level == "warning"
+    assert seen(bench, "relay-missing").level == "warning"
+    bench.write(1)
+    drain(bench.relay(retention_seconds=3 * 86_400))
+    assert seen(bench, "group-missing").level == "warning"
+    assert seen(bench, "lanes").level == "ok"
+    found = seen(bench, "retention", ledger_retention_days=4)
+    assert found.level == "ok"
+    assert (
+        f"events of topic {TOPIC} for 3 days (OUTBOX_RETENTION_SECONDS), the ledger remembers for 4 days" in found.what
+    )
+    assert seen(bench, "retention", ledger_retention_days=3).level == "error"
+    with pytest.raises(SettingsError, match="CONSUMER_LEDGER_RETENTION_DAYS is 3"):
+        consume(bench, ledger_retention_days=3)
+    consume(bench)
+    assert seen(bench, "groups").level == "ok"
+    found = seen(bench, "lanes", lanes={TOPIC: 4})
+    assert (found.level, "over 1 lanes, OUTBOX_LANES says 4" in found.what) == ("error", True)
+    bench.redis.set(bench.key(), "x")
+    assert seen(bench, "stream-unusable").level == "error"
+
+
+def test_a_topic_of_several_lanes(bench: Bench) -> None:
+    bench.write(1, key="A")
+    drain(bench.relay(lanes={TOPIC: 3}))
+    assert not bench.redis.exists(bench.key(f"{TOPIC}:0")), "the first lane is empty yet"
+    assert seen(bench, "lanes", lanes={TOPIC: 3}).level == "ok"
+    bench.write(1, key=None)
+    drain(bench.relay(lanes={TOPIC: 3}))
+    assert seen(bench, "lanes").level == "error"
+    assert seen(bench, "lanes", lanes={TOPIC: 3}).level == "ok"
+    assert len(named(examine(ledger, settings(bench, lanes={TOPIC: 3})), "group-missing")) == 3
+
+
+def test_what_the_redis_user_may_not_do(bench: Bench, own_valkey: Callable[..., ValkeyServer]) -> None:
+    server = own_valkey()
+    with Bench(bench.database_url, server.url) as there:
+        rights = ("~*", "+xgroup", "+xack", "+xreadgroup", "+xpending", "+xclaim", "+xrange", "+hmget")
+        there.redis.execute_command("ACL", "SETUSER", "app", "on", ">pw", *rights)
+        there.redis_url = server.url.replace("redis://", "redis://app:pw@")
+        assert seen(there, "redis-rights").level == "ok"
+        assert seen(there, "redis-info").level == "warning"
+        there.write(1)
+        drain(there.relay(redis_url=server.url))
+        consume(there)
+        assert there.redis.xpending(there.key(), ledger.name)["pending"] == 0, "these rights are enough"
+        there.redis.execute_command("ACL", "SETUSER", "app", "-xack")
+        found = seen(there, "redis-rights")
+        assert (found.level, found.what) == ("error", f"this user may not run XACK on stream {TOPIC}, {TOPIC}:@ledger")
+        there.redis.execute_command("ACL", "SETUSER", "app", "resetkeys", f"~{{{TOPIC}}}*", "+xack")
+        assert f"on stream {TOPIC}:@ledger" in seen(there, "redis-rights").what, "keys are looked at too"
+        found = seen(there, "redis-rights", lanes={TOPIC: 8})
+        assert f"on stream {TOPIC}:0, {TOPIC}:1, {TOPIC}:2 and 6 more" in found.what
+
+
+def test_a_limit_for_idle_transactions_that_handlers_may_meet(bench: Bench) -> None:
+    assert seen(bench, "idle-limit").level == "ok"
+
+    def limited(milliseconds: int) -> Finding:
+        option = quote(f"-c idle_in_transaction_session_timeout={milliseconds}")
+        url = f"{bench.database_url}{'&' if '?' in bench.database_url else '?'}options={option}"
+        return seen(bench, "idle-limit", database_url=url, claim_seconds=60)
+
+    assert limited(5000).level == "warning"
+    assert "after 5 s" in limited(5000).what
+    assert limited(120_000).level == "ok"
+
+
+def test_prepared_statements_through_a_pooler(bench: Bench) -> None:
+    facts = database_facts(bench.db)
+    for pooled, threshold, level in ((False, 5, "ok"), (True, None, "ok"), (True, 5, "warning")):
+        findings = doctor._settings(replace(facts, pooled=pooled), settings(bench, prepare_threshold=threshold))
+        assert [found.level for found in named(list(findings), "prepared-statements")] == [level]
