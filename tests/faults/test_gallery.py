@@ -45,7 +45,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_every_figure_is_as_expected() -> None:
-    """Ours must not get through: settings of another installation."""
+    """Also where settings of another installation are in the environment, which must not get through."""
     environment = os.environ | {"OUTBOX_LANES": "payments=4", "CONSUMER_SCHEMA": "other"}
     done = subprocess.run(GALLERY, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
