@@ -182,7 +182,7 @@ def _lines(found: operations.Status) -> Iterator[str]:
         for group in stream.groups:
             waiting = "?" if group.undelivered is None else f"{group.undelivered:,}"
             yield (
-                f"  group {group.name}: {waiting} undelivered, {group.pending:,} pending"
+                f"  group {group.name}: {group.unacknowledged:,} not acknowledged, {waiting} undelivered, {group.pending:,} pending"
                 f" (oldest {_seconds(group.oldest_pending_seconds)}), acknowledged to batch {group.acked_batch}"
                 f" {_seconds(group.still_seconds)} ago"
                 + ("" if group.there else "  NOT IN REDIS: made again when its consumer comes, or see drop-group")

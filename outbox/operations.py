@@ -22,6 +22,7 @@ class GroupStatus:
     """How far a group is in a stream.
 
     Attributes:
+        unacknowledged: events of batches after `acked_batch`, published or not: never too few, whatever Redis lost.
         undelivered: events that none of its consumers has read, counted from the sealed batches, since the server's own
             ``lag`` is null or wrong after trims and deletions; None: it cannot be told just now.
         pending: delivered and not acknowledged.
@@ -33,6 +34,7 @@ class GroupStatus:
     """
 
     name: str
+    unacknowledged: int
     undelivered: int | None
     pending: int
     oldest_pending_seconds: float | None
@@ -177,7 +179,7 @@ def _stream(
             undelivered = group.undelivered + (whole if group.undelivered else 0)
         groups.append(
             GroupStatus(
-                name, undelivered, group.pending if group else 0, _age(group), declared.get(name, 0),
+                name, store.events_between(connection, head.stream, declared.get(name, 0), head.seq), undelivered, group.pending if group else 0, _age(group), declared.get(name, 0),
                 ages.get((head.stream, name)), group.idle_seconds if group else None, group is not None,
             )
         )  # fmt: skip

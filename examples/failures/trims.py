@@ -9,7 +9,6 @@ import redis
 from examples.failures.place import GROUP, STREAM, Place, payments
 from examples.failures.stage import Failure, Scene, die
 from outbox.operations import status
-from outbox.store import Store
 
 # --- 1,006 payments, of which 3 are handled when the consumers go down ------------------------------------------------
 
@@ -72,11 +71,10 @@ def our_lag(scene: Scene) -> str:
 
 
 def unacknowledged(place: Place) -> int:
-    """Events in the batches after the one up to which `outbox status` shows the group to have acknowledged everything."""
+    """As `outbox status` says."""
     (stream,) = status(place.relay_settings()).streams
     (group,) = stream.groups
-    with place.database() as database:
-        return Store().events_between(database, stream.stream, group.acked_batch, stream.batch)
+    return group.unacknowledged
 
 
 def by_xtrim(place: Place) -> None:
