@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready-$(shell cksum < pyproject.toml | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo failures test check lint types bench soak clean
+.PHONY: help setup demo failures test test-long check lint types bench soak clean
 
 help:  ## list what can be made
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; say which with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
@@ -28,13 +28,16 @@ failures: $(READY)  ## the failure gallery: each classic loss, the naive way bes
 test: $(READY)  ## all tests, on embedded PostgreSQL and Valkey (or DATABASE_URL / REDIS_URL)
 	@$(BIN)/python -m pytest $(ARGS)
 
+test-long: $(READY)  ## what `make test` leaves out because it takes long: soak, sabotage, gallery, outages (4 minutes)
+	@$(BIN)/python -m pytest -m long $(ARGS)
+
 lint: $(READY)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 types: $(READY)
 	@$(BIN)/mypy
 
-check: lint types test  ## what CI runs: lint, types, tests
+check: lint types test  ## lint, types and tests; CI runs this and test-long
 
 bench: $(READY)  ## measure relay and consumer beside their baselines: a table, and JSON in benchmarks/results.json
 	@$(BIN)/python -m benchmarks $(ARGS)

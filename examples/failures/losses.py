@@ -20,6 +20,7 @@ def naive_eviction(scene: Scene) -> str:
     place = scene.at(scene.start(**CACHE))
     place.add(payments(100))
     fill_cache(place)
+    empty_cache(place)
     place.work_through()
     return place.outcome(100)
 
@@ -31,7 +32,7 @@ def our_eviction(scene: Scene) -> str:
         place.record(payments(100))
         publish()
         fill_cache(place)
-        place.redis.unlink(*place.redis.scan_iter("page:*", count=1000))  # as its pages would expire
+        empty_cache(place)
         publish()
     place.consume()
     return place.outcome(100)
@@ -47,6 +48,11 @@ def fill_cache(place: Place) -> None:
         return not place.redis.exists(STREAM)
 
     wait_for("the queue is evicted", evicted)
+
+
+def empty_cache(place: Place) -> None:
+    """As if its pages had expired."""
+    place.redis.unlink(*place.redis.scan_iter("page:*", count=1000))
 
 
 # --- SIGKILL and power cut ------------------------------------------------------------------------------------------

@@ -775,14 +775,12 @@ def test_o_26_only_what_every_group_has_acknowledged_is_trimmed(there: Any) -> N
     assert there.transport.markers(["a"]) == {"a": marker(3)}
 
 
-def test_o_26_what_is_younger_than_the_margin_stays(there: Any) -> None:
-    if isinstance(there, Memory):
-        pytest.skip("entries in memory have no times")
-    publish_batches(there, 1)
-    there.transport.open(GROUP, ["a"])
-    there.transport.ack(GROUP, there.transport.read(GROUP, "one", ["a"], 10, 0))
-    assert there.transport.inspect("a", keep_seconds=60).length == 2
-    assert there.transport.inspect("a", keep_seconds=10**9).length == 2
+def test_o_26_what_is_younger_than_the_margin_stays(server: Server) -> None:
+    publish_batches(server, 1)
+    server.transport.open(GROUP, ["a"])
+    server.transport.ack(GROUP, server.transport.read(GROUP, "one", ["a"], 10, 0))
+    assert server.transport.inspect("a", keep_seconds=60).length == 2
+    assert server.transport.inspect("a", keep_seconds=10**9).length == 2
 
 
 def test_what_strangers_delete_is_missing_until_the_marker_is_restarted(there: Any) -> None:

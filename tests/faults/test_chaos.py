@@ -81,7 +81,14 @@ class Writers:
             self.committed.append((str(event.id), key, row[0]))
 
 
-@pytest.mark.parametrize(("server", "seconds"), [("valkey9", 8.0), ("redis8", 3.0), ("redis7", 3.0)])
+@pytest.mark.parametrize(
+    ("server", "seconds"),
+    [
+        ("valkey9", 8.0),
+        pytest.param("redis8", 3.0, marks=pytest.mark.long),
+        pytest.param("redis7", 3.0, marks=pytest.mark.long),
+    ],
+)
 def test_chaos(
     own_postgres: Callable[..., PostgresServer],
     own_valkey: Callable[..., ValkeyServer],

@@ -364,6 +364,7 @@ def test_o_20_nothing_is_acknowledged_while_postgresql_is_down(
         assert "Traceback" not in site.output()
 
 
+@pytest.mark.long
 def test_o_20_consumers_killed_at_random(site: Site) -> None:
     """Sixteen kills instead of fifty, each somewhere in the middle of a batch or just after one."""
     site.add(500)

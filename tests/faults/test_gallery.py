@@ -44,6 +44,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.environ.update(environment)
 
 
+@pytest.mark.long
 def test_every_figure_is_as_expected() -> None:
     """Also where settings of another installation are in the environment, which must not get through."""
     environment = os.environ | {"OUTBOX_LANES": "payments=4", "CONSUMER_SCHEMA": "other"}

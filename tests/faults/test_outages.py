@@ -125,6 +125,7 @@ def test_o_24_redis_killed_without_persistence_and_started_empty(
     assert bench.one("SELECT count(*) FROM public.processed_messages") == 100
 
 
+@pytest.mark.long
 def test_o_31_o_51_an_outage_costs_no_attempts_few_lines_and_little_cpu(
     stack: ExitStack, postgres: PostgresServer, own_valkey: Callable[..., ValkeyServer], tmp_path: Path
 ) -> None:
@@ -196,6 +197,7 @@ def test_o_44_connections_that_the_other_side_forgot(
     assert [process.poll() for process in processes] == [None, None]
 
 
+@pytest.mark.long
 def test_o_45_blocking_for_longer_than_the_time_out_is_no_error(
     stack: ExitStack, postgres: PostgresServer, own_valkey: Callable[..., ValkeyServer], tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The soak in short, and that it complains about what is broken on purpose. Run with ``pytest -m soak``."""
+"""The soak in short, and that it complains about what is broken on purpose. Run with ``make test-long``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.soak import Soak
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.long
 
 
 def test_everything_at_once_for_a_while() -> None:

@@ -597,6 +597,7 @@ RUN = ("consumer", "run", "shop:wallet", "--log-level", "debug")
 RELAY = ("outbox", "relay", "--log-level", "debug")
 
 
+@pytest.mark.long
 def test_o_95_no_command_ever_shows_a_password(guarded: dict[str, str], tmp_path: Path) -> None:
     """Every fault of the addresses that a command uses, with all logs on; what goes on trying is stopped when it says so."""
 

@@ -107,6 +107,7 @@ OUTBOX = {
 # --- who, where, how often ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_o_73_eight_processes_migrate_an_empty_database_at_once(empty_database_url: str) -> None:
     """Twenty rounds of processes that have imported everything; the schema is dropped between."""
     with migrators(8) as processes, psycopg.connect(empty_database_url, autocommit=True) as connection:
