@@ -681,6 +681,7 @@ def test_o_57_the_ledgers_lookups_use_its_primary_key(database: Database, databa
         connection.execute("ANALYZE public.processed_messages")
 
     def scans() -> Any:
+        database.connection.execute("SELECT pg_stat_force_next_flush()")  # of what this connection itself has read
         database.connection.execute("SELECT pg_stat_clear_snapshot()")
         return database.one(
             "SELECT sum(seq_scan), sum(seq_tup_read), sum(idx_scan) FROM pg_stat_user_tables "

@@ -397,6 +397,7 @@ def test_persistence(own_valkey: Callable[..., ValkeyServer]) -> None:
     eventually(lambda: on_redis(server, "redis-snapshot").level == "error")
 
 
+@pytest.mark.long
 def test_replicas(own_valkey: Callable[..., ValkeyServer]) -> None:
     primary, replica = own_valkey(), own_valkey()
     assert on_redis(primary, "redis-replication").what.startswith("0 replicas")

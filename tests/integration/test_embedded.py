@@ -212,6 +212,7 @@ def run_starter(code: str, **options: Any) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("state", ["serving", "paused"])
 @pytest.mark.parametrize("kind", ["PostgresServer", "ValkeyServer"])
 def test_a_starter_killed_leaves_nothing(kind: str, state: str) -> None:

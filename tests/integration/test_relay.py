@@ -442,6 +442,7 @@ def test_o_56_a_long_snapshot_leaves_the_lag_alone(bench: Bench) -> None:
     assert bench.one("SELECT sum(n_dead_tup) FROM pg_stat_user_tables WHERE relname ~ '^outbox'") == 0
 
 
+@pytest.mark.long
 def test_o_57_idle_polls_use_the_indexes(bench: Bench) -> None:
     """300,000 published rows instead of two million, in partitions of 100,000; forty polls instead of a minute of them.
 

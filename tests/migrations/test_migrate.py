@@ -124,6 +124,7 @@ def test_o_73_eight_processes_migrate_an_empty_database_at_once(empty_database_u
             connection.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(name)))
 
 
+@pytest.mark.long
 def test_o_73_eight_commands_migrate_an_empty_database_at_once(empty_database_url: str) -> None:
     command = [sys.executable, "-m", "outbox", "migrate"]
     processes = [
