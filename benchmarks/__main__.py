@@ -1,6 +1,6 @@
 """``python -m benchmarks`` (``make bench``): relay and consumer beside their baselines, as a table and as JSON.
 
-PostgreSQL (fsync on) and Valkey (AOF every second) are started here, on loopback. Ours and the baseline take turns; what counts is the
+PostgreSQL (fsync on) and Valkey (no persistence) are started here, on loopback. Ours and the baseline take turns; what counts is the
 median of the ratios, since figures of one machine at one time say little about another.
 """
 
@@ -28,14 +28,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results.json"), help="where the figures go")
     arguments = parser.parse_args()
     results: list[dict[str, object]] = []
-    print("Starting PostgreSQL (fsync on) and Valkey (AOF every second) ...", file=sys.stderr, flush=True)
+    print("Starting PostgreSQL (fsync on) and Valkey (no persistence) ...", file=sys.stderr, flush=True)
     for name in arguments.suites or SUITES:
         rounds = []
         for number in range(arguments.rounds):
             print(f"{name}: round {number + 1} of {arguments.rounds} ...", file=sys.stderr, flush=True)
             with (
                 PostgresServer(settings={"shared_buffers": "512MB", "max_wal_size": "4GB"}) as pg,
-                ValkeyServer(settings={"appendonly": "yes", "appendfsync": "everysec"}) as kv,
+                ValkeyServer() as kv,
             ):
                 rounds.append(SUITES[name](pg.url, kv.url, arguments.events))
         for turns in zip(*rounds, strict=True):
