@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -124,7 +124,7 @@ class _Sealed:
     """A sealed batch in memory, and what it brings to each stream, ready for the wire."""
 
     batch: Batch
-    parts: list[tuple[StreamPart, list[Run]]]
+    parts: list[tuple[StreamPart, Sequence[Run]]]
 
 
 class Relay:
@@ -358,7 +358,8 @@ class Relay:
         self._seq, self._window = batch.seq, batch.rest
         self._observe(Sealed(batch.seq, batch.events, len(parts)))
         # Made ready for the wire here, beside the publishing of the batch before.
-        return _Sealed(batch, [(part, wire(streams[part.stream], batch.seq)) for part in parts])
+        prepare = self._transport.prepare
+        return _Sealed(batch, [(part, prepare(wire(streams[part.stream], batch.seq))) for part in parts])
 
     # --- publishing ---
 
@@ -528,7 +529,7 @@ class Relay:
 
     # --- groups, trimming, back-pressure ---
 
-    def _part(self, share: StreamPart, expected: Marker | None, marker: Marker, runs: list[Run]) -> Part:
+    def _part(self, share: StreamPart, expected: Marker | None, marker: Marker, runs: Sequence[Run]) -> Part:
         return Part(share.stream, expected, marker, runs, share.lanes, self._settings.retention_seconds)
 
     def _load_groups(self, connection: Connection) -> None:

@@ -198,6 +198,9 @@ class Transport(Protocol):
     def markers(self, streams: Sequence[str]) -> dict[str, Marker | TransportError | None]:
         """The marker of each stream; None where there is none or the stream has lost entries since."""
 
+    def prepare(self, runs: Sequence[Run]) -> Sequence[Run]:
+        """The same runs, made ready for `publish` in advance; may be called by another thread."""
+
     def publish(self, parts: Sequence[Part]) -> list[Marker | TransportError | None]:
         """Publish each part whose expected marker is there. Returns for each part the marker now there, or its error.
 

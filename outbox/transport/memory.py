@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from outbox.envelope import Run
 from outbox.errors import GroupLost, TransportError
 from outbox.transport.base import Claim, Delivery, GroupState, Marker, Part, StreamInfo, StreamState
 
@@ -79,6 +80,9 @@ class MemoryTransport:
     def markers(self, streams: Sequence[str]) -> dict[str, Marker | TransportError | None]:
         with self._changed:
             return {stream: found.marker if (found := self._streams.get(stream)) else None for stream in streams}
+
+    def prepare(self, runs: Sequence[Run]) -> Sequence[Run]:
+        return runs
 
     def publish(self, parts: Sequence[Part]) -> list[Marker | TransportError | None]:
         return [self._publish(part) for part in parts]

@@ -92,6 +92,9 @@ class StreamTransport:
     def markers(self, streams: Sequence[str]) -> dict[str, Marker | TransportError | None]:
         return dict(zip(streams, self._publish([(stream, ("", "")) for stream in streams]), strict=True))
 
+    def prepare(self, runs: Sequence[Run]) -> Sequence[Run]:
+        return _Prepared(runs, _packed(runs))
+
     def publish(self, parts: Sequence[Part]) -> list[Marker | TransportError | None]:
         return self._publish([
             (part.stream, (part.expected or "", part.marker, part.lanes, _packed(part.runs), part.keep_seconds,
@@ -305,11 +308,21 @@ class StreamTransport:
         return _translating(run)
 
 
+class _Prepared(list[Run]):
+    """Runs with their form for the script."""
+
+    def __init__(self, runs: Sequence[Run], packed: bytes) -> None:
+        super().__init__(runs)
+        self.packed = packed
+
+
 _pack = msgspec.msgpack.Encoder().encode
 
 
 def _packed(runs: Sequence[Run]) -> bytes:
     """Runs as the script takes them. Payloads go as msgpack strings of four length bytes: Redis reads no binary type."""
+    if isinstance(runs, _Prepared):
+        return runs.packed
     return _pack([
         (run.names, [msgspec.Raw(b"\xdb%b%b" % (len(data).to_bytes(4), data)) for data in run.columns[0]], *run.columns[1:])
         for run in runs

@@ -457,6 +457,7 @@ def test_sigterm_lets_a_busy_consumer_finish_its_batch(site: Site) -> None:
     assert (site.pending(), site.unread()) == (0, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "with an acknowledgement to make"])
 def test_sigterm_ends_a_consumer_whose_redis_hangs(
     database_url: str, own_valkey: Callable[..., ValkeyServer], tmp_path: Path, busy: bool

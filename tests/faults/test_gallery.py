@@ -75,6 +75,7 @@ def test_a_figure_that_is_not_as_expected_is_shown(capsys: pytest.CaptureFixture
     assert "last-id on valkey9" in printed.err
 
 
+@pytest.mark.long
 def test_what_does_not_happen_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that does not die as it should shows nothing."""
     unscathed = replace(gallery.EXHIBITS[0], naive=lambda scene: str(scene.killed(int)))
@@ -82,6 +83,7 @@ def test_what_does_not_happen_is_an_error(capsys: pytest.CaptureFixture[str], mo
     assert "ended with status 0 instead of -9" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
 def test_a_stopped_gallery_leaves_no_process() -> None:
     mark = secrets.token_hex(8)  # inherited by whatever the gallery starts

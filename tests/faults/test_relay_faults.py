@@ -184,6 +184,7 @@ def test_o_11_lost_replies(database_url: str, own_valkey: Callable[..., ValkeySe
         assert bench.dead() == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("published", [False, True], ids=["idle", "with a publish under way"])
 def test_sigterm_ends_a_relay_whose_redis_hangs(
     database_url: str, own_valkey: Callable[..., ValkeyServer], published: bool

@@ -418,6 +418,7 @@ def test_o_08_order_after_a_heap_shuffle(bench: Bench) -> None:
     assert [int(entry["version"]) for entry in bench.entries()] == list(range(1, 501))
 
 
+@pytest.mark.long
 def test_o_56_a_long_snapshot_leaves_the_lag_alone(bench: Bench) -> None:
     """Shortened from five minutes to a thousand events."""
     reading = bench.connect()

@@ -104,6 +104,7 @@ def test_a_missing_address_is_named(
     assert f"{missing}: is not set" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_demo_leaves_no_process(number: signal.Signals, status: int) -> None:
