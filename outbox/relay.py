@@ -559,9 +559,10 @@ class Relay:
                 self._observe(Trimmed(name, state.trimmed))
             stream.length, stream.inspected = state.length, True
             seen = [Group(name, group.name, min(group.acked or 0, stream.seq)) for group in state.groups]
-            if state.missing and stream.marker is not None and not stream.paused:
-                self._replace_missing(name, stream, state.missing, counts)
+            if state.missing:
                 seen = [replace(group, acked=0) for group in seen]  # what they skipped is not acknowledged
+                if stream.marker is not None and not stream.paused:
+                    self._replace_missing(name, stream, state.missing, counts)
             self._store.see_groups(connection, seen)
             self._pause_if_long(name, stream)
             if self._stopping.is_set():

@@ -13,8 +13,8 @@
 -- batch is 0 where nothing is left, and -1 where the entry stands before the marker's restart, so that its batch number
 -- may be of another count.
 --
--- Nothing is written at ARGV[1] = ''. XTRIM and HDEL work at full memory; where HINCRBY is refused `absent` is forgotten
--- until the next restart of the marker, and then no missing entries are seen: never too many.
+-- Nothing is written at ARGV[1] = ''. XTRIM and HDEL work at full memory; where HINCRBY is refused `absent` is forgotten,
+-- and one entry is said to be missing until the next restart of the marker: rather published twice than never.
 
 local call = redis.call
 
@@ -86,6 +86,6 @@ if limit and #groups > 0 then
   end
 end
 local stream = named(call('XINFO', 'STREAM', KEYS[1]))
-local missing = 0
+local missing = marker[3] and 1 or 0
 if marker[2] then missing = stream['entries-added'] - stream['length'] - tonumber(marker[2]) - trimmed end
 return {stream['length'], math.max(missing, 0), trimmed, seq, groups}
