@@ -576,10 +576,14 @@ class Relay:
             "not acknowledged",
             missing, name, extra={"action": "entries_missing", "stream": name, "missing": missing},
         )  # fmt: skip
-        if stream.acked and stream.marker is not None:
-            self._catch_up(name, stream, stream.marker, counts, after=min(stream.needed, stream.marker.seq))
-        if stream.current and stream.marker is not None:  # also where nothing was to be published: count anew from here
-            self._transport.publish([Part(name, stream.marker, stream.marker, [])])
+        found = self._transport.markers([name])[name]  # what is believed may be old, where another relay publishes
+        if not isinstance(found, Marker):
+            return
+        stream.marker = found
+        if stream.acked and stream.needed < found.seq:
+            self._catch_up(name, stream, found, counts, after=stream.needed)  # its first batch begins the count anew
+        else:
+            self._transport.publish([Part(name, found, found, [])])  # nobody needs it: only count anew
 
     def _count_bytes(self, part: Part) -> None:
         self._bytes += sum(len(data) for run in part.runs for data in run.columns[0])

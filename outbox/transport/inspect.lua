@@ -32,7 +32,12 @@ local function named(list)
 end
 
 if call('EXISTS', KEYS[1]) == 0 then return {0, 0, 0, 0, {}} end
-local marker = call('HMGET', KEYS[2], 'batch', 'absent', 'since')
+local marker = call('HMGET', KEYS[2], 'batch', 'absent', 'since', 'last', 'added')
+local now_there = named(call('XINFO', 'STREAM', KEYS[1]))
+if not marker[4] or not marker[5] or now_there['entries-added'] < tonumber(marker[5])
+    or earlier(now_there['last-generated-id'], marker[4]) then
+  marker = {false, false, false}  -- of a stream that is no more, see publish.lua: what it says is not acknowledged here
+end
 local seq, since = tonumber(string.match(marker[1] or '', '^%d+:(%d+):.') or '0'), marker[3]
 
 local function batch_from(start)  -- the batch that the first entry from `start` on belongs to, and entries up to its end

@@ -840,3 +840,14 @@ def test_how_full_the_memory_is(server: Server) -> None:
         assert 0 < (server.transport.memory_share() or 0) < 0.5
     finally:
         server.raw.config_set("maxmemory", 0)
+
+
+def test_a_stream_made_anew_beside_an_old_marker_is_not_acknowledged(server: Server) -> None:
+    """Somebody deletes the stream, and a consumer makes it again with its group before the relay looks."""
+    publish_batches(server, 1, 2, 3)
+    server.raw.delete(server.key("a"))
+    server.transport.open(GROUP, ["a"])
+    state = server.transport.inspect("a", keep_seconds=0)
+    assert (group_of(state).acked, state.missing) == (0, 0)
+    server.add("a", {b"id": b"x"})
+    assert group_of(server.transport.inspect("a")).acked is None

@@ -206,3 +206,32 @@ def test_o_53_full_memory_pauses_everything_and_frees_itself(
         eventually(lambda: (took.extend(group.take(500)), relay(), len(took) >= len(ids))[2], 30)
         assert took == ids
         assert relay() == Counts()
+
+
+def test_a_stream_made_anew_by_its_consumer_is_published_again(bench: Bench) -> None:
+    relay, group = looked(bench, batch_rows=2), Group(bench)
+    ids = bench.write(6)
+    relay()
+    bench.redis.delete(bench.key())
+    group.transport.open(GROUP, [TOPIC])
+    state = bench.relay(trim_seconds=0.001, check_seconds=60)
+    state._load()  # the groups are looked at before the markers
+    state._look_after_streams(Counts())
+    assert acked(bench) == 0
+    relay()
+    assert group.take() == ids
+
+
+def test_a_stand_by_that_finds_entries_missing_does_not_forget_them(bench: Bench) -> None:
+    relay, group = looked(bench, batch_rows=2), Group(bench)
+    ids = bench.write(4)
+    relay()
+    behind = bench.relay(trim_seconds=0.001, check_seconds=60)
+    behind.run_once()
+    ids += bench.write(4)
+    relay_alone = bench.relay(batch_rows=2, trim_seconds=3600)
+    drain(relay_alone)
+    bench.redis.xtrim(bench.key(), maxlen=0, approximate=False)
+    behind._look_after_streams(Counts())  # it believes in an older marker
+    drain(bench.relay())
+    assert set(group.take()) == set(ids)
