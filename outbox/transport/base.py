@@ -89,8 +89,7 @@ class Part:
     @property
     def restart(self) -> bool:
         """Whether the batch is not one that follows the expected one: batches may then be in the stream twice."""
-        before, after = self.expected, self.marker
-        return before is None or before.epoch != after.epoch or before.seq >= after.seq
+        return self.expected is None or self.expected.seq >= self.marker.seq
 
     @property
     def events(self) -> int:
