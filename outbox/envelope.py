@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, Final
 
 import msgspec
@@ -354,6 +355,7 @@ def _plain(value: Any, path: str, depth: int) -> Any:
 #: A row of the outbox as the relay reads it, in this order. Versions are text, times RFC 3339, headers JSON text.
 ROW: Final = ("data", "event_id", "type", "key", "version", "content_type", "time", "source", "headers")
 _KEY, _HEADERS = ROW.index("key"), ROW.index("headers")  #: from the key on, a column may be absent
+_COLUMNS: Final = [itemgetter(index) for index in range(len(ROW))]
 _WIRE: Final = ("data", "id", "type", "subject", "version", "datacontenttype", "time", "source")
 
 
@@ -383,7 +385,7 @@ def wire(rows: Sequence[Sequence[Any]], batch: int | None = None) -> list[Run]:
     """The entries of rows (see `ROW`; further columns do not matter), in their order; the last says that `batch` ends."""
     if not rows:
         return []
-    columns = list(zip(*rows, strict=True))[: len(ROW)]
+    columns = [list(map(column, rows)) for column in _COLUMNS]
     alike = not any(columns[_HEADERS]) and all(
         column.count(None) in (0, len(rows)) for column in columns[_KEY:_HEADERS]
     )

@@ -66,6 +66,8 @@ _PARTITION_SECONDS = 5.0
 _RETENTION_SECONDS = 60.0
 #: Longest turn of a stream that is brought up to date, and shortest of sealing and publishing what is new beside it.
 _CATCH_UP_SECONDS = 0.25
+#: Batches that are sealed while those before are published, and then go out together.
+_AHEAD = 2
 #: Memory goes on being full until so much less of it is used.
 _RESUME_BELOW = 0.05
 _PAUSED = {
@@ -248,20 +250,20 @@ class Relay:
         return counts
 
     def _drain(self, counts: Counts) -> None:
-        """Seal and publish until nothing is new or a look at the streams is due; the next batch is read and sealed while
-        one is published."""
+        """Seal and publish until nothing is new or a look at the streams is due; the next batches are read and sealed while
+        those before are published."""
         until = max(min(self._check_due, self._groups_due), time.monotonic() + _CATCH_UP_SECONDS)
-        sealed = self._seal_next()
-        while sealed is not None:
-            counts.sealed += sealed.batch.events
+        sealed = self._seal_some(1)
+        while sealed:
+            counts.sealed += sum(some.batch.events for some in sealed)
             self._beat()
             last = self._stopping.is_set() or time.monotonic() >= until
-            ahead = None if last else self._ahead.submit(self._seal_next)
+            ahead = None if last else self._ahead.submit(self._seal_some, _AHEAD)
             try:
                 self._publish(sealed, counts)
             finally:
                 # The connection is used by one of both at a time: nothing below or above runs before this has returned.
-                following = None if ahead is None else _settled(ahead.result)
+                following = [] if ahead is None else _settled(ahead.result)
             if isinstance(following, BaseException):
                 raise following
             sealed = following
@@ -333,6 +335,13 @@ class Relay:
 
     # --- sealing ---
 
+    def _seal_some(self, most: int) -> list[_Sealed]:
+        """Seal what is new, `most` batches at most."""
+        sealed: list[_Sealed] = []
+        while len(sealed) < most and (following := self._seal_next()) is not None:
+            sealed.append(following)
+        return sealed
+
     def _seal_next(self) -> _Sealed | None:
         """Read the next page of the outbox and seal it; None if nothing is new."""
         connection, settings = self._connect(), self._settings
@@ -363,27 +372,33 @@ class Relay:
 
     # --- publishing ---
 
-    def _publish(self, sealed: _Sealed, counts: Counts) -> None:
-        """Publish a batch just sealed to the streams that were up to date before it; the others catch up later.
+    def _publish(self, sealed: Sequence[_Sealed], counts: Counts) -> None:
+        """Publish batches just sealed to the streams that were up to date before them; the others catch up later.
+
+        They go out in one round trip, so that one is on its way while Redis works on the one before; each expects the
+        marker of the one before, so that none gets in where that one did not.
 
         Raises:
             TransportUnavailable: Redis refused it for every stream, so that it makes no sense to go on sealing.
         """
-        batch, parts = sealed.batch, []
-        for share, runs in sealed.parts:
-            stream = self._streams.setdefault(share.stream, _Stream(current=True))
-            marker = Marker(self._epoch, batch.seq, batch.token)
-            if stream.current:
-                parts.append(self._part(share, stream.marker, marker, runs))
-            stream.seq, stream.token = batch.seq, batch.token
+        parts: list[Part] = []
+        expected: dict[str, Marker] = {}
         started = time.monotonic()
+        for each in sealed:
+            marker = Marker(self._epoch, each.batch.seq, each.batch.token)
+            for share, runs in each.parts:
+                stream = self._streams.setdefault(share.stream, _Stream(current=True))
+                if stream.current:
+                    parts.append(self._part(share, expected.get(share.stream, stream.marker), marker, runs))
+                    expected[share.stream] = marker
+                stream.seq, stream.token = marker.seq, marker.token
         try:
             answers = self._transport.publish(parts) if parts else []
         except TransportError:
             for part in parts:
                 self._streams[part.stream].current = False
             raise
-        refused: list[TransportUnavailable] = []
+        refused: dict[str, TransportUnavailable] = {}
         for part, answer in zip(parts, answers, strict=True):
             stream = self._streams[part.stream]
             if answer == part.marker:
@@ -392,17 +407,16 @@ class Relay:
                 self._count_bytes(part)
                 self._pause_if_long(part.stream, stream)
                 counts.published += part.events
-                self._observe(Published(part.stream, batch.seq, part.events, False, time.monotonic() - started))
-                _log.debug("batch %d published: %d events to %s", batch.seq, part.events, part.stream)
+                self._observe(Published(part.stream, part.marker.seq, part.events, False, time.monotonic() - started))
                 continue
             stream.current = False
             self._check_due = 0.0
             if isinstance(answer, TransportError):
                 self._blame(part.stream, answer)
                 if isinstance(answer, TransportUnavailable):
-                    refused.append(answer)
-        if parts and len(refused) == len(parts):
-            raise refused[0]
+                    refused[part.stream] = answer
+        if expected and refused.keys() == expected.keys():
+            raise next(iter(refused.values()))
 
     def _check(self, counts: Counts) -> None:
         """Look at every stream's marker, and mend what is behind."""

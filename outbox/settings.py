@@ -191,7 +191,8 @@ class RelaySettings(Settings):
     stream_keep_seconds: float = Field(default=60 * _SECOND, ge=0, le=365 * 86_400)
     #: How often the groups' progress is looked at and streams are trimmed, in seconds. Default 5.
     trim_seconds: float = Field(default=5 * _SECOND, gt=0, le=3600)
-    #: Unacknowledged entries of one stream beyond which the relay pauses it; the outbox holds the rest. Default 1,000,000.
+    #: Unacknowledged entries of one stream beyond which the relay pauses it; the outbox holds the rest. What is on its way
+    #: then, three batches at most, still goes out. Default 1,000,000.
     max_stream_length: int = Field(default=1_000_000, ge=1)
     #: Share of Redis' maxmemory in use beyond which the relay pauses all streams. Default 0.8.
     max_memory_share: float = Field(default=0.8, gt=0, le=1)

@@ -53,14 +53,14 @@ if ARGV[2] == '' or current ~= ARGV[1] or (current == ARGV[2] and ARGV[6] ~= '1'
 
 local entries, first = 0, nil
 for _, run in ipairs(cmsgpack.unpack(ARGV[4])) do
-  local names, arguments = run[1], {}
-  for field = 1, #names do arguments[2 * field - 1] = names[field] end
-  for entry = 1, #run[2] do
-    for field = 1, #names do arguments[2 * field] = run[field + 1][entry] end
+  local names, arguments, columns = run[1], {}, {}
+  for field = 1, #names do arguments[2 * field - 1], columns[field] = names[field], run[field + 1] end
+  for entry = 1, #columns[1] do
+    for field = 1, #names do arguments[2 * field] = columns[field][entry] end
     last = call('XADD', KEYS[1], '*', unpack(arguments))
     first = first or last
   end
-  entries = entries + #run[2]
+  entries = entries + #columns[1]
 end
 call('HSET', KEYS[2], 'batch', ARGV[2], 'last', last, 'added', string.format('%d', added + entries))
 if first then call('HSET', KEYS[2], 'lanes', ARGV[3], 'keep', ARGV[5]) end

@@ -320,13 +320,18 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 def _packed(runs: Sequence[Run]) -> bytes:
-    """Runs as the script takes them. Payloads go as msgpack strings of four length bytes: Redis reads no binary type."""
+    """Runs as the script takes them: Redis reads no binary type, so that payloads go as msgpack strings, whatever is in
+    them."""
     if isinstance(runs, _Prepared):
         return runs.packed
-    return _pack([
-        (run.names, [msgspec.Raw(b"\xdb%b%b" % (len(data).to_bytes(4), data)) for data in run.columns[0]], *run.columns[1:])
-        for run in runs
-    ])  # fmt: skip
+    return _pack([(run.names, _strings(run.columns[0]), *run.columns[1:]) for run in runs])
+
+
+def _strings(payloads: Sequence[bytes]) -> Sequence[str | msgspec.Raw]:
+    try:
+        return list(map(bytes.decode, payloads))
+    except UnicodeDecodeError:  # by hand, with four bytes of length
+        return [msgspec.Raw(b"\xdb%b%b" % (len(data).to_bytes(4), data)) for data in payloads]
 
 
 def _group_state(

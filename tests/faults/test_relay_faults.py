@@ -162,7 +162,7 @@ def test_o_11_lost_replies(database_url: str, own_valkey: Callable[..., ValkeySe
         else:
             transport = bench.transport(address)
         relay = bench.relay(transport=transport, batch_rows=2, check_seconds=60)
-        bench.write(200)
+        bench.write(400)
         # Only what publishes carries the events' types; looks at the marker do not.
         proxy.cut_at(b"credited", lambda number: "after" if number % 10 == 0 else None)
         lost = 0
@@ -174,7 +174,7 @@ def test_o_11_lost_replies(database_url: str, own_valkey: Callable[..., ValkeySe
             except TransportUnavailable:
                 lost += 1
                 return False
-            return not counts.sealed and not counts.repaired and bench.length() >= 200
+            return not counts.sealed and not counts.repaired and bench.length() >= 400
 
         eventually(done, 30)
         assert proxy.cuts >= 10

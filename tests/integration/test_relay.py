@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import psycopg
@@ -23,11 +23,11 @@ import redis
 from outbox import record
 from outbox import schema as schemas
 from outbox.embedded import PostgresServer, ValkeyServer
-from outbox.errors import SettingsError, StaleRelay, TransportUnavailable
+from outbox.errors import SettingsError, StaleRelay, TransportError, TransportUnavailable
 from outbox.relay import Counts
 from outbox.store import Store, Window
 from outbox.telemetry import Measurement, Published, StreamBehind, StreamFailed
-from outbox.transport import Marker, StreamTransport
+from outbox.transport import Marker, Part, StreamTransport
 from outbox.transport.base import stream_of
 from tests.faults.chaos import TOPIC, Bench, drain, version_order
 from tests.waiting import eventually
@@ -567,3 +567,35 @@ def test_a_relay_that_may_not_make_partitions_publishes_all_the_same(
         relay.close()
     finally:
         bench.db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+
+
+@pytest.mark.parametrize("refused", [0, 1], ids=["the first", "the second"])
+def test_of_batches_that_go_out_together_none_overtakes_a_refused_one(
+    database_url: str, own_valkey: Callable[..., ValkeyServer], refused: int
+) -> None:
+    """The server is full for one of them: the rest is refused as well, and the relay backs off, not only blames."""
+    server = own_valkey()
+
+    class Full(StreamTransport):
+        together: ClassVar[list[int]] = []
+
+        def publish(self, parts: Sequence[Part]) -> list[Marker | TransportError | None]:
+            self.together.append(len(parts))
+            if len(parts) != 2 or self.together.count(2) > 1:
+                return super().publish(parts)
+            answers = super().publish(parts[:refused])
+            bench.redis.config_set("maxmemory", 1)
+            try:
+                return answers + super().publish(parts[refused:])
+            finally:
+                bench.redis.config_set("maxmemory", 0)
+
+    with Bench(database_url, server.url) as bench:
+        relay = bench.relay(transport=Full(redis.Redis.from_url(server.url)), batch_rows=3)
+        ids = bench.write(30)
+        with pytest.raises(TransportUnavailable, match="OOM|memory"):
+            relay.run_once()
+        assert bench.ids() == ids[: 3 + 3 * refused]
+        eventually(lambda: relay.run_once() == Counts())
+        assert bench.ids() == ids
+        assert 2 in Full.together

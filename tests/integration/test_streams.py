@@ -175,7 +175,7 @@ def test_o_41_a_long_stream_is_paused_and_goes_on_by_itself(bench: Bench) -> Non
     ids = bench.write(200)
     bench.write(3, topic="other")
     relay()
-    assert 50 < bench.length() <= 60
+    assert 50 < bench.length() <= 70, "what is on its way when the limit is passed still goes out"
     assert bench.length("other") == 3, "the others are not held up"
     assert bench.one("SELECT sum(events) FROM public.outbox_batch") == 203
     assert [(m.stream, m.reason) for m in seen if isinstance(m, StreamPaused)] == [(TOPIC, "length")]
