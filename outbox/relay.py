@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ import psycopg
 
 from outbox import schema as schemas
 from outbox.envelope import Run, wire
-from outbox.errors import AlreadySealed, OutboxError, SettingsError, StaleRelay, TransportError, TransportUnavailable
+from outbox.errors import AlreadySealed, OutboxError, StaleRelay, TransportError, TransportUnavailable
 from outbox.retention import drop_old
 from outbox.retry import Stop, database_away, until_done
 from outbox.settings import RelaySettings
@@ -37,13 +37,12 @@ from outbox.store import (
     TOPIC,
     Batch,
     Connection,
-    Group,
     Row,
     Store,
-    StreamHead,
     StreamPart,
     Window,
 )
+from outbox.streams import Stream, Streams
 from outbox.telemetry import (
     Observer,
     Published,
@@ -51,8 +50,6 @@ from outbox.telemetry import (
     StandBy,
     StreamBehind,
     StreamFailed,
-    StreamPaused,
-    Trimmed,
     guarded,
 )
 from outbox.transport import Marker, Part, StreamTransport, Transport
@@ -68,12 +65,6 @@ _RETENTION_SECONDS = 60.0
 _CATCH_UP_SECONDS = 0.25
 #: Batches that are sealed while those before are published, and then go out together.
 _AHEAD = 2
-#: Memory goes on being full until so much less of it is used.
-_RESUME_BELOW = 0.05
-_PAUSED = {
-    "memory": "Redis uses more than OUTBOX_MAX_MEMORY_SHARE of its memory",
-    "length": "it has more than OUTBOX_MAX_STREAM_LENGTH unacknowledged entries",
-}
 
 
 @dataclass(slots=True)
@@ -93,32 +84,6 @@ class Counts:
     repaired: int = 0
     behind: int = 0
     standing_by: bool = False
-
-
-@dataclass(slots=True)
-class _Stream:
-    """What the relay believes of a stream: its newest sealed batch, and the marker there (wrong beliefs do no harm)."""
-
-    seq: int = 0
-    token: str = ""
-    marker: Marker | None = None
-    current: bool = False  # the marker is that of the newest sealed batch
-    acked: dict[str, int] = field(default_factory=dict)  # by group: the batch up to which all is acknowledged
-    inspected: bool = False  # its groups are known
-    length: int = 0  # entries when it was looked at, and those published since
-    paused: str | None = None  # why
-
-    @property
-    def needed(self) -> int:
-        """The batch after which some group still needs everything; 0 where no group is known."""
-        return min(self.acked.values(), default=0)
-
-    @property
-    def settled(self) -> float:
-        """The batch up to which it is published and acknowledged by every group that is known."""
-        if not self.current or not self.inspected:
-            return 0
-        return self.needed if self.acked and self.needed < self.seq else float("inf")
 
 
 @dataclass(slots=True)
@@ -155,14 +120,12 @@ class Relay:
         self._epoch = 1
         self._seq = 0
         self._window = Window(BEGINNING, BEGINNING, 0, False)
-        self._streams: dict[str, _Stream] = {}
+        self._streams = Streams(settings, self._store, self._transport, self._observe)
         self._loaded = False
         self._check_due = 0.0
         self._partitions_due = 0.0
         self._groups_due = 0.0
         self._retention_due = 0.0
-        self._memory_full = False
-        self._bytes = 0  # published since the memory was looked at
 
     # --- running ---
 
@@ -231,8 +194,10 @@ class Relay:
             self._load()
             if time.monotonic() >= self._check_due:
                 self._check_due = time.monotonic() + self._settings.check_seconds
-                self._check_memory()
+                self._streams.check_memory()
                 self._check(counts)
+                if any(stream.paused == "length" for stream in self._streams.values()):
+                    self._groups_due = 0.0  # look now whether it can go on
             if time.monotonic() >= self._groups_due:
                 self._look_after_streams(counts)
             self._drain(counts)
@@ -266,6 +231,9 @@ class Relay:
                 following = [] if ahead is None else _settled(ahead.result)
             if isinstance(following, BaseException):
                 raise following
+            for name in {part.stream for some in sealed for part, _ in some.parts}:
+                if not self._streams[name].paused:
+                    self._streams.check_length(self._connect(), name)
             sealed = following
 
     def _load(self) -> None:
@@ -281,14 +249,7 @@ class Relay:
         newest = self._store.newest(connection)
         self._seq = newest.seq if newest else 0
         self._window = newest.rest if newest else Window(BEGINNING, BEGINNING, 0, False)
-        known = self._streams
-        self._streams = {}
-        heads = self._store.heads(connection)
-        self._check_lanes(heads)
-        for head in heads:
-            before = known.get(head.stream, _Stream())
-            self._streams[head.stream] = _Stream(head.seq, head.token, length=before.length, paused=before.paused)
-        self._load_groups(connection)
+        self._streams.load(connection)
         self._check_due = 0.0
         self._loaded = True
 
@@ -307,23 +268,6 @@ class Relay:
                 _one_line(error),
                 extra={"action": "partitions_denied"},
             )
-
-    def _check_lanes(self, heads: list[StreamHead]) -> None:
-        """See that no topic is spread over another number of lanes than before.
-
-        A consumer that reads the new lanes would not read what is left in the old ones, and one key would be in two.
-
-        Raises:
-            SettingsError: one is.
-        """
-        for head in heads:
-            topic = topic_of(head.stream)
-            wanted = self._settings.lanes.get(topic, 1)
-            if head.lanes != wanted:
-                raise SettingsError(
-                    f"OUTBOX_LANES: topic {topic} is spread over {head.lanes} lanes, and is now set to {wanted}; the lanes "
-                    "of a topic cannot be changed while the outbox keeps events of it. Use a new topic"
-                )
 
     def _rebase(self, connection: Connection) -> None:
         events = self._store.rebase(connection)
@@ -387,7 +331,7 @@ class Relay:
         for each in sealed:
             marker = Marker(self._epoch, each.batch.seq, each.batch.token)
             for share, runs in each.parts:
-                stream = self._streams.setdefault(share.stream, _Stream(current=True))
+                stream = self._streams.setdefault(share.stream, Stream(current=True))
                 if stream.current:
                     parts.append(self._part(share, expected.get(share.stream, stream.marker), marker, runs))
                     expected[share.stream] = marker
@@ -403,9 +347,7 @@ class Relay:
             stream = self._streams[part.stream]
             if answer == part.marker:
                 stream.marker = answer
-                stream.length += part.events
-                self._count_bytes(part)
-                self._pause_if_long(part.stream, stream)
+                self._streams.count(part)
                 counts.published += part.events
                 self._observe(Published(part.stream, part.marker.seq, part.events, False, time.monotonic() - started))
                 continue
@@ -447,7 +389,7 @@ class Relay:
             self._catch_up(name, stream, found, counts)
 
     def _catch_up(
-        self, name: str, stream: _Stream, found: Marker | None, counts: Counts, after: int | None = None
+        self, name: str, stream: Stream, found: Marker | None, counts: Counts, after: int | None = None
     ) -> None:
         """Bring a stream from the batch that it shows, or from `after` on, up to the newest one.
 
@@ -481,12 +423,11 @@ class Relay:
                     break
                 found, after = marker, batch.seq
                 repaired += len(rows)
-                stream.length += len(rows)
-                self._count_bytes(part)
+                self._streams.count(part)
                 if len(rows) != share.events:
                     self._lost_rows(name, batch.seq, share.events - len(rows))
                 self._observe(Published(name, batch.seq, len(rows), True, time.monotonic() - started))
-                self._pause_if_long(name, stream)
+                self._streams.check_length(connection, name)
                 late = time.monotonic() - started >= _CATCH_UP_SECONDS
                 if late or stream.paused or self._stopping.is_set():
                     # The others have their turn now; what is left of this one follows in the next round.
@@ -519,7 +460,7 @@ class Relay:
             StaleRelay: the stream is in an epoch that this database knows nothing of.
         """
         if found is None:
-            self._load_groups(connection)
+            self._streams.load_groups(connection)
             return self._streams[name].needed
         if found.epoch > self._epoch:
             self._epoch = self._store.epoch(connection)
@@ -541,49 +482,35 @@ class Relay:
         )  # fmt: skip
         return 0
 
-    # --- groups, trimming, back-pressure ---
+    # --- groups, retention ---
 
     def _part(self, share: StreamPart, expected: Marker | None, marker: Marker, runs: Sequence[Run]) -> Part:
         return Part(share.stream, expected, marker, runs, share.lanes, self._settings.retention_seconds)
 
-    def _load_groups(self, connection: Connection) -> None:
-        for stream in self._streams.values():
-            stream.acked = {}
-        for group in self._store.groups(connection):
-            if group.stream in self._streams:
-                self._streams[group.stream].acked[group.name] = group.acked
-
     def _look_after_streams(self, counts: Counts) -> None:
-        """See how far the groups of every stream are, write it down, trim what all of them have acknowledged, and publish
-        again what strangers took away from under them."""
+        """See how far the groups of every stream are, and publish again what strangers took away from under them."""
         self._groups_due = time.monotonic() + self._settings.trim_seconds
         connection = self._connect()
-        self._load_groups(connection)
+        self._streams.load_groups(connection)
         for name, stream in list(self._streams.items()):
             try:
-                state = self._transport.inspect(
-                    name, groups=list(stream.acked), keep_seconds=self._settings.stream_keep_seconds
-                )
+                missing = self._streams.inspect(connection, name)
             except TransportUnavailable:
                 raise
             except TransportError as error:
                 self._blame(name, error)
                 continue
-            if state.trimmed:
-                self._observe(Trimmed(name, state.trimmed))
-            stream.length, stream.inspected = state.length, True
-            seen = [Group(name, group.name, min(group.acked or 0, stream.seq)) for group in state.groups]
-            if state.missing:
-                seen = [replace(group, acked=0) for group in seen]  # what they skipped is not acknowledged
-                if stream.marker is not None and not stream.paused:
-                    self._replace_missing(name, stream, state.missing, counts)
-            self._store.see_groups(connection, seen)
-            self._pause_if_long(name, stream)
+            if missing and stream.marker is not None and not stream.paused:
+                self._replace_missing(name, stream, missing, counts)
+            was = stream.paused
+            self._streams.check_length(connection, name)
+            if was and not stream.paused:
+                self._check_due = 0.0
             if self._stopping.is_set():
                 return
-        self._load_groups(connection)
+        self._streams.load_groups(connection)
 
-    def _replace_missing(self, name: str, stream: _Stream, missing: int, counts: Counts) -> None:
+    def _replace_missing(self, name: str, stream: Stream, missing: int, counts: Counts) -> None:
         """Publish again what some group may not have seen of the entries that a stranger deleted."""
         _log.error(
             "%d entries of stream %s were deleted by a stranger (XDEL, XTRIM, MAXLEN, eviction): publishing again what is "
@@ -598,11 +525,6 @@ class Relay:
             self._catch_up(name, stream, found, counts, after=stream.needed)  # its first batch begins the count anew
         else:
             self._transport.publish([Part(name, found, found, [])])  # nobody needs it: only count anew
-
-    def _count_bytes(self, part: Part) -> None:
-        self._bytes += sum(len(data) for run in part.runs for data in run.columns[0])
-        if self._bytes > self._settings.batch_bytes:
-            self._check_memory()
 
     def _drop_old(self) -> None:
         """See `outbox.retention`: up to the batch that every stream has and every group has acknowledged."""
@@ -631,46 +553,6 @@ class Relay:
                 ", ".join(dropped.partitions) or "none", dropped.rows, dropped.batches,
                 extra={"action": "dropped_old", "partitions": len(dropped.partitions)},
             )  # fmt: skip
-
-    def _check_memory(self) -> None:
-        self._bytes = 0
-        share = self._transport.memory_share()
-        limit = self._settings.max_memory_share - (_RESUME_BELOW if self._memory_full else 0)
-        self._memory_full = share is not None and share > limit
-        for name, stream in self._streams.items():
-            if self._memory_full:
-                self._pause(name, stream, "memory")
-            elif stream.paused == "memory":
-                self._pause(name, stream, None)
-            elif stream.paused:
-                self._groups_due = 0.0  # look now whether it can go on
-
-    def _pause_if_long(self, name: str, stream: _Stream) -> None:
-        """Pause a stream with more unacknowledged entries than allowed, and let it go on when a tenth of them is gone."""
-        if stream.paused == "memory":
-            return
-        limit = self._settings.max_stream_length
-        if stream.paused:
-            limit -= limit // 10
-        long = stream.length > limit
-        if long and stream.acked and stream.marker:  # what is acknowledged, but not yet trimmed, does not count
-            long = self._store.events_between(self._connect(), name, stream.needed, stream.marker.seq) > limit
-        self._pause(name, stream, "length" if long else None)
-
-    def _pause(self, name: str, stream: _Stream, reason: str | None) -> None:
-        if reason == stream.paused:
-            return
-        stream.paused = reason
-        if reason:
-            stream.current = False
-            _log.warning(
-                "stream %s is paused, %s; the outbox holds the rest", name, _PAUSED[reason],
-                extra={"action": "stream_paused", "stream": name, "reason": reason},
-            )  # fmt: skip
-        else:
-            self._check_due = 0.0
-            _log.info("stream %s goes on", name, extra={"action": "stream_resumed", "stream": name})
-        self._observe(StreamPaused(name, reason))
 
     def _lost_rows(self, name: str, seq: int, rows: int) -> None:
         _log.error(

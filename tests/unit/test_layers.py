@@ -20,7 +20,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"settings", "telemetry", "retry"},
         {"tables", "schema", "transport"},
         {"store"},
-        {"writer", "retention"},
+        {"writer", "retention", "streams"},
         {"relay", "replay"},
         {"operations", "doctor"},
         {"cli"},

@@ -1,0 +1,180 @@
+"""What the relay believes of its streams, how far their groups are, and which of them have to wait.
+
+Beliefs may be wrong: another relay may publish too, and Redis may forget. The marker in Redis decides; a wrong belief costs
+a look at it. What groups have acknowledged is kept in PostgreSQL, so that it is known when Redis has lost everything.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from outbox.errors import SettingsError
+from outbox.settings import RelaySettings
+from outbox.store import Connection, Group, Store, StreamHead
+from outbox.telemetry import Measurement, StreamPaused, Trimmed
+from outbox.transport import Marker, Part, Transport
+from outbox.transport.base import topic_of
+
+_log = logging.getLogger(__name__)
+
+#: Memory goes on being full until so much less of it is used.
+_RESUME_BELOW = 0.05
+_PAUSED = {
+    "memory": "Redis uses more than OUTBOX_MAX_MEMORY_SHARE of its memory",
+    "length": "it has more than OUTBOX_MAX_STREAM_LENGTH unacknowledged entries",
+}
+
+
+@dataclass(slots=True)
+class Stream:
+    """One of them.
+
+    Attributes:
+        seq: number of its newest sealed batch.
+        token: and that batch's token.
+        marker: what was last seen in Redis.
+        current: the marker is that of the newest sealed batch.
+        acked: by group: the batch up to which all is acknowledged.
+        inspected: its groups are known.
+        length: entries when it was looked at, and those published since.
+        paused: why it has to wait, a key of `_PAUSED`.
+    """
+
+    seq: int = 0
+    token: str = ""
+    marker: Marker | None = None
+    current: bool = False
+    acked: dict[str, int] = field(default_factory=dict)
+    inspected: bool = False
+    length: int = 0
+    paused: str | None = None
+
+    @property
+    def needed(self) -> int:
+        """The batch after which some group still needs everything; 0 where no group is known."""
+        return min(self.acked.values(), default=0)
+
+    @property
+    def settled(self) -> float:
+        """The batch up to which it is published and acknowledged by every group that is known."""
+        if not self.current or not self.inspected:
+            return 0
+        return self.needed if self.acked and self.needed < self.seq else float("inf")
+
+
+class Streams(dict[str, Stream]):
+    """All of them, by name."""
+
+    def __init__(
+        self, settings: RelaySettings, store: Store, transport: Transport, observe: Callable[[Measurement], None]
+    ) -> None:
+        super().__init__()
+        self._settings, self._store, self._transport, self._observe = settings, store, transport, observe
+        self._memory_full = False
+        self._bytes = 0  # published since the memory was looked at
+
+    def load(self, connection: Connection) -> None:
+        """Read what is sealed and acknowledged; what was believed of markers is forgotten.
+
+        Raises:
+            SettingsError: a topic is spread over another number of lanes than before. A consumer that reads the new ones would
+                not read what is left in the old ones, and one key would be in two.
+        """
+        heads = self._store.heads(connection)
+        for head in heads:
+            self._check_lanes(head)
+        known = dict(self)
+        self.clear()
+        for head in heads:
+            before = known.get(head.stream, Stream())
+            self[head.stream] = Stream(head.seq, head.token, length=before.length, paused=before.paused)
+        self.load_groups(connection)
+
+    def _check_lanes(self, head: StreamHead) -> None:
+        topic = topic_of(head.stream)
+        wanted = self._settings.lanes.get(topic, 1)
+        if head.lanes != wanted:
+            raise SettingsError(
+                f"OUTBOX_LANES: topic {topic} is spread over {head.lanes} lanes, and is now set to {wanted}; the lanes "
+                "of a topic cannot be changed while the outbox keeps events of it. Use a new topic"
+            )
+
+    def load_groups(self, connection: Connection) -> None:
+        """Read how far every group is."""
+        for stream in self.values():
+            stream.acked = {}
+        for group in self._store.groups(connection):
+            if group.stream in self:
+                self[group.stream].acked[group.name] = group.acked
+
+    def inspect(self, connection: Connection, name: str) -> int:
+        """Look how far the groups of a stream are, write it down, and trim what all of them have acknowledged.
+
+        Returns:
+            How many entries a stranger deleted, which some group may not have seen.
+
+        Raises:
+            TransportError: it cannot be looked at.
+        """
+        stream = self[name]
+        state = self._transport.inspect(
+            name, groups=list(stream.acked), keep_seconds=self._settings.stream_keep_seconds
+        )
+        if state.trimmed:
+            self._observe(Trimmed(name, state.trimmed))
+        stream.length, stream.inspected = state.length, True
+        seen = [Group(name, group.name, min(group.acked or 0, stream.seq)) for group in state.groups]
+        if state.missing:
+            seen = [replace(group, acked=0) for group in seen]  # what they skipped is not acknowledged
+        self._store.see_groups(connection, seen)
+        return state.missing
+
+    # --- back-pressure ---
+
+    def check_memory(self) -> None:
+        """Pause all streams while Redis' memory is too full, and let them go on when it no longer is."""
+        self._bytes = 0
+        share = self._transport.memory_share()
+        limit = self._settings.max_memory_share - (_RESUME_BELOW if self._memory_full else 0)
+        self._memory_full = share is not None and share > limit
+        for name, stream in self.items():
+            if self._memory_full:
+                self._pause(name, stream, "memory")
+            elif stream.paused == "memory":
+                self._pause(name, stream, None)
+
+    def count(self, part: Part) -> None:
+        """Count what was published, and look at the memory where it was much."""
+        self[part.stream].length += part.events
+        self._bytes += sum(len(data) for run in part.runs for data in run.columns[0])
+        if self._bytes > self._settings.batch_bytes:
+            self.check_memory()
+
+    def check_length(self, connection: Connection, name: str) -> None:
+        """Pause a stream with more unacknowledged entries than allowed; it goes on when a tenth of them is gone."""
+        stream = self[name]
+        if stream.paused == "memory":
+            return
+        limit = self._settings.max_stream_length
+        if stream.paused:
+            limit -= limit // 10
+        long = stream.length > limit
+        if long and stream.acked and stream.marker:  # what is acknowledged, but not yet trimmed, does not count
+            long = self._store.events_between(connection, name, stream.needed, stream.marker.seq) > limit
+        self._pause(name, stream, "length" if long else None)
+
+    def _pause(self, name: str, stream: Stream, reason: str | None) -> None:
+        if reason == stream.paused:
+            return
+        stream.paused = reason
+        if reason:
+            stream.current = False
+            _log.warning(
+                "stream %s is paused, %s; the outbox holds the rest", name, _PAUSED[reason],
+                extra={"action": "stream_paused", "stream": name, "reason": reason},
+            )  # fmt: skip
+        else:
+            _log.info("stream %s goes on", name, extra={"action": "stream_resumed", "stream": name})
+        self._observe(StreamPaused(name, reason))
