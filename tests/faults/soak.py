@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psycopg
 import redis
@@ -139,10 +141,14 @@ class Soak:
             "markers deleted": lambda: self._redis("DEL", f"{self.bench.key()}:relay"),
             "scripts flushed": lambda: self._redis("SCRIPT", "FLUSH"),
             "strangers' trims": lambda: self._redis("XTRIM", self.bench.key(), "MAXLEN", "20"),
+            "strangers' deletions": self._delete_entries, "streams of a wrong type": self._wrong_type,
             "groups destroyed": lambda: self._redis("XGROUP", "DESTROY", self.bench.key(), "ledger"),
             "Redis connections cut": self.to_redis.cut, "PostgreSQL connections cut": self.to_postgres.cut,
             "Redis replies dropped": self._dropped, "Redis deaf": self._deaf,
-            "Redis killed": self._kill_redis, "Redis full": self._full, "failovers to a replica behind": self._fail_over,
+            "Redis killed": self._kill_redis, "Redis killed and empty": lambda: self._kill_redis(shutil.rmtree),
+            "Redis restored from an older copy": self._restore, "Redis full": self._full, "evictions": self._evict,
+            "Redis without enough replicas": lambda: self._for_a_while("min-replicas-to-write", "5", "0"),
+            "Redis read-only": self._read_only, "failovers to a replica behind": self._fail_over,
             "PostgreSQL killed": self._kill_postgres, "backends terminated": self._terminate,
         }  # fmt: skip
 
@@ -182,16 +188,60 @@ class Soak:
         self.to_redis.deaf = False
         self.to_redis.cut()
 
-    def _kill_redis(self) -> None:
+    def _kill_redis(self, meanwhile: Callable[[Path], None] = lambda _: None) -> None:
         self.primary.kill()
+        meanwhile(self._append_only_files)
         time.sleep(self._random.uniform(0, 1))
         self.primary.start()
         self._replicate()
 
-    def _full(self) -> None:
-        self._redis("CONFIG", "SET", "maxmemory", "1mb")
+    def _restore(self) -> None:
+        copy = self.primary.data_dir / "copy"
+        self.primary.pause()  # so that no rewriting is under way
+        shutil.copytree(self._append_only_files, copy)
+        self.primary.resume()
+        time.sleep(self._random.uniform(0.5, 3))
+
+        def put_back(current: Path) -> None:
+            shutil.rmtree(current)
+            copy.rename(current)
+
+        self._kill_redis(put_back)
+
+    @property
+    def _append_only_files(self) -> Path:
+        return self.primary.data_dir / "data" / "appendonlydir"
+
+    def _for_a_while(self, setting: str, value: str, usual: str) -> None:
+        self._redis("CONFIG", "SET", setting, value)
         time.sleep(1)
-        self._redis("CONFIG", "SET", "maxmemory", "0")
+        self._redis("CONFIG", "SET", setting, usual)
+
+    def _full(self) -> None:
+        self._for_a_while("maxmemory", "1mb", "0")
+
+    def _evict(self) -> None:
+        self._redis("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+        self._full()
+        self._redis("CONFIG", "SET", "maxmemory-policy", "noeviction")
+
+    def _delete_entries(self) -> None:
+        with suppress(redis.RedisError), redis.Redis.from_url(self.primary.url, socket_timeout=2) as client:
+            entries = client.xrange(self.bench.key(), count=200)
+            if some := self._random.sample([name for name, _ in entries], len(entries) // 3):
+                client.xdel(self.bench.key(), *some)
+
+    def _wrong_type(self) -> None:
+        self._redis("DEL", self.bench.key())
+        self._redis("SET", self.bench.key(), "not a stream")
+        time.sleep(1)
+        self._redis("DEL", self.bench.key())
+
+    def _read_only(self) -> None:
+        self._redis("REPLICAOF", "127.0.0.1", str(port_of(self.replica.url)))
+        time.sleep(1)
+        self._redis("REPLICAOF", "NO", "ONE")
+        self._replicate()
 
     def _replicate(self) -> None:
         with redis.Redis.from_url(self.replica.url) as client:

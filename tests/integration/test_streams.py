@@ -235,3 +235,27 @@ def test_a_stand_by_that_finds_entries_missing_does_not_forget_them(bench: Bench
     behind._look_after_streams(Counts())  # it believes in an older marker
     drain(bench.relay())
     assert set(group.take()) == set(ids)
+
+
+def test_entries_deleted_while_the_stream_is_paused_come_again_when_it_goes_on(
+    database_url: str, own_valkey: Callable[..., ValkeyServer]
+) -> None:
+    """Also where the server is so full that it refuses to count them."""
+    server = own_valkey()
+    with Bench(database_url, server.url) as bench:
+        relay, group = looked(bench, batch_rows=2), Group(bench)
+        ids = bench.write(10)
+        relay()
+        assert group.take(4) == ids[:4]
+        bench.redis.config_set("maxmemory", 1)
+        bench.redis.xdel(bench.key(), *[entry for entry, _ in bench.redis.xrange(bench.key())][4:7])
+        for _ in range(3):
+            assert relay().behind == 1
+        assert group.take() == ids[7:]
+        assert relay().behind == 1
+        assert acked(bench) < 5, "three of them nobody has seen"
+        bench.redis.config_set("maxmemory", 0)
+        eventually(lambda: relay() == Counts())
+        assert set(group.take()) >= set(ids[4:7])
+        relay()
+        assert acked(bench) == 5
