@@ -293,7 +293,7 @@ class Soak:
                 self.tally[name] += 1
                 time.sleep(self._random.uniform(0.1, 1))
                 print(
-                    f"\r{max(0, end - time.monotonic()):4.0f} s left, {sum(self.tally.values())} faults",
+                    f"\r{max(0, end - time.monotonic()):4.0f} s left, {sum(self.tally[name] for name in names)} faults",
                     end="",
                     file=sys.stderr,
                 )
