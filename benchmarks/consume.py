@@ -12,7 +12,7 @@ import sqlalchemy
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from benchmarks.measure import Measurement
+from benchmarks.measure import Measurement, size
 from consumer import Consumer, Envelope
 from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
@@ -51,7 +51,9 @@ def run(postgres: str, valkey: str, events: int) -> list[Measurement]:
         turns.append(_worker(postgres, valkey, "raw", "worker, plain handler (psycopg connection)", some))
         row = connection.execute("SELECT sum(balance) FROM wallet").fetchone()
         assert row is not None
-        assert row[0] == 5000 * sum(turn.events for turn in turns), "money was lost or made"
+        done = sum(turn.events for turn in turns)
+        assert row[0] == 5000 * done, "money was lost or made"
+        turns[-1].details["ledger_bytes_per_event"] = round(size(connection, "processed_messages") / done)
     return turns
 
 

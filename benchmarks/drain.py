@@ -7,7 +7,7 @@ import time
 import psycopg
 import redis
 
-from benchmarks.measure import Measurement
+from benchmarks.measure import Measurement, size
 from outbox import schema
 from outbox.relay import Relay
 from outbox.settings import RelaySettings
@@ -77,8 +77,13 @@ def _relay(connection: psycopg.Connection, relay: Relay, valkey: str, events: in
         published += counts
     seconds = time.perf_counter() - started
     relay.close()
-    assert published == events == redis.Redis.from_url(valkey).xlen("{payments}")
-    details: dict[str, object] = {"wal_bytes_per_event": round((_wal(connection) - before) / events, 1)}
+    client = redis.Redis.from_url(valkey)
+    assert published == events == client.xlen("{payments}")
+    details: dict[str, object] = {
+        "wal_bytes_per_event": round((_wal(connection) - before) / events, 1),
+        "outbox_bytes_per_event": round(size(connection, "outbox") / events),
+        "stream_bytes_per_event": round(client.memory_usage("{payments}", samples=0) / events),
+    }
     return Measurement("outbox relay", events, seconds, False, details)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import psycopg
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -14,3 +16,11 @@ class Measurement:
     seconds: float
     baseline: bool = False
     details: dict[str, object] = field(default_factory=dict)
+
+
+def size(connection: psycopg.Connection, table: str) -> int:
+    """Bytes of a partitioned table on disk, with its indexes and what is kept out of line."""
+    query = "SELECT sum(pg_total_relation_size(relid)) FROM pg_partition_tree(%s)"
+    row = connection.execute(query, (table,)).fetchone()
+    assert row is not None
+    return int(row[0])
