@@ -275,7 +275,10 @@ class Soak:
     # --- the run ---
 
     def run(self, seconds: float) -> Counter[str]:
-        """Load and faults for so long, then peace until everything has come to rest; returns the tally.
+        """Load and faults for so long, each of them once at least, then peace until everything has come to rest.
+
+        Returns:
+            The tally: how often each came, and how many events were recorded.
 
         Raises:
             AssertionError: an invariant does not hold.
@@ -286,8 +289,8 @@ class Soak:
         end, names = time.monotonic() + seconds, list(self.faults())
         while time.monotonic() < end:
             self._random.shuffle(names)
-            for name in names:  # each of them once a turn, so that a short run has them all
-                if time.monotonic() >= end:
+            for name in names:
+                if time.monotonic() >= end and all(self.tally[name] for name in names):
                     break
                 self.faults()[name]()
                 self.tally[name] += 1

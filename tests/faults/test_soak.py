@@ -1,4 +1,4 @@
-"""The soak complains about what is broken on purpose. The soak itself is a program: ``make soak``."""
+"""A short soak, and that it complains about what is broken on purpose. Longer ones: ``make soak SECONDS=600``."""
 
 from __future__ import annotations
 
@@ -35,6 +35,13 @@ class BrokenConsumer(Sabotaged):
 class BrokenRelay(Sabotaged):
     def _relay(self) -> subprocess.Popen[bytes]:
         return self._broken()
+
+
+def test_every_invariant_holds_under_every_fault() -> None:
+    with Soak(seed=1) as soak:
+        tally = soak.run(30)
+        assert tally["events"] > 1000
+        assert [name for name in soak.faults() if not tally[name]] == [], "each fault came once at least"
 
 
 @pytest.mark.parametrize(
