@@ -10,6 +10,7 @@ from consumer.handlers import Consumer
 from consumer.ledger import Connection, Ledger
 from consumer.settings import ConsumerSettings
 from consumer.worker import _MARGIN_SECONDS as MARGIN_SECONDS  # one rule, and the worker refuses to start by it
+from outbox import schema as schemas
 from outbox.doctor import (
     Examination,
     Finding,
@@ -57,8 +58,10 @@ def examine(consumer: Consumer, settings: ConsumerSettings, limits: Limits | Non
             facts = seen.ask(lambda: database_facts(connection))
             if facts is not None:
                 seen.add(database(facts))
-                seen.add(transactions(connection, facts, limits))
                 seen.add(_settings(facts, settings))
+            if facts is not None and facts.transactions:
+                seen.add(transactions(connection, facts, limits))
+                seen.add(_prepared(connection, settings))
                 if seen.add(tables(connection, "consumer", settings.schema_name, CONSUMING)):
                     seen.add(_ledger(connection, Ledger(consumer.name, settings.schema_name), settings))
     streams = [stream for topic in consumer.topics for stream in streams_of(topic, settings.lanes.get(topic, 1))]
@@ -87,10 +90,14 @@ def _settings(facts: DatabaseFacts, settings: ConsumerSettings) -> Iterator[Find
         yield ok(
             "idle-limit", "PostgreSQL ends no session within CONSUMER_CLAIM_SECONDS for being idle in a transaction"
         )
-    if facts.pooled and settings.prepare_threshold is not None:
-        yield warning(
-            "prepared-statements", "CONSUMER_PREPARE_THRESHOLD is set, and PostgreSQL is reached through a pooler",
-            "Unset it, unless the pooler keeps prepared statements (PgBouncer 1.21 with max_prepared_statements).",
+
+
+def _prepared(connection: Connection, settings: ConsumerSettings) -> Iterator[Finding]:
+    if settings.prepare_threshold is not None and schemas.shares_prepared(connection):
+        yield error(
+            "prepared-statements", "CONSUMER_PREPARE_THRESHOLD is set, and a pooler mixes up prepared statements of its clients: "
+            "the consumer does not start",
+            "Unset it, or let the pooler keep prepared statements (PgBouncer 1.22 or newer with max_prepared_statements).",
         )  # fmt: skip
     else:
         yield ok("prepared-statements", "prepared statements cannot meet the wrong session")

@@ -34,8 +34,8 @@ class ConsumerSettings(Settings):
     check_seconds: float = Field(default=1.0, gt=0, le=60)
     #: Longest pause between tries while Redis or PostgreSQL fails, in seconds; pauses grow from 0.05 with jitter. Default 2.
     backoff_max_seconds: float = Field(default=2.0, gt=0, le=60)
-    #: After how many times a connection keeps a statement prepared: 5 makes handlers about a fifth faster. Not through a
-    #: pooler that does not know prepared statements (PgBouncer before 1.21). Default: never.
+    #: After how many times a connection keeps a statement prepared: 5 makes handlers about a fifth faster. Through PgBouncer
+    #: only from 1.22 on, with ``max_prepared_statements``; else it is refused at the start. Default: never.
     prepare_threshold: int | None = Field(default=None, ge=0, le=1000)
     #: Days for which the ledger remembers what was processed, and versions of keys that do not change. Longer than the
     #: outbox keeps events (``OUTBOX_RETENTION_SECONDS``) by a day at least, or an event published again could be applied

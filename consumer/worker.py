@@ -98,6 +98,7 @@ class Worker:
         )
         self._stopping = Stop()
         self._usable: list[str] | None = None  # None: the groups are to be made
+        self._pooling_checked = False
         self._opened = False  # our name may be in them
         self._away = False  # Redis did not answer the last time
         self._at_hand: list[Delivery] = []
@@ -117,7 +118,8 @@ class Worker:
 
         Raises:
             SchemaError: the tables are missing or of another revision.
-            SettingsError: the relay spreads a topic over another number of lanes, or the engine commits by itself.
+            SettingsError: the relay spreads a topic over another number of lanes, or the engine commits by itself; or a
+                pooler is in statement mode, or mixes up prepared statements.
         """
         try:
             while not self._stopping.is_set():
@@ -335,7 +337,7 @@ class Worker:
 
     def _look_after_ledger(self) -> None:
         try:
-            with self._engine.connect() as connection:
+            with schemas.refusing_statement_pooling(), self._engine.connect() as connection:
                 driver_connection(connection)
                 connection = connection.execution_options(isolation_level="AUTOCOMMIT")
                 raw = connection.connection.driver_connection
@@ -347,6 +349,8 @@ class Worker:
 
     def _check_ledger(self, raw: psycopg.Connection[Any]) -> None:
         settings = self._settings
+        if not self._pooling_checked:
+            self._check_prepared(raw)
         schemas.check_revision(raw, "consumer", settings.schema_name)
         self._drop_old(raw)
         try:
@@ -356,6 +360,20 @@ class Worker:
                 "cannot make partitions of the ledger, rows stay in the default one: %s",
                 " ".join(str(error).split()), extra={"action": "partitions_denied"},
             )  # fmt: skip
+
+    def _check_prepared(self, raw: psycopg.Connection[Any]) -> None:
+        """See that our engine's prepared statements are ours alone.
+
+        Raises:
+            SettingsError: they are not.
+        """
+        if raw.prepare_threshold is not None and schemas.shares_prepared(raw):
+            raise SettingsError(
+                "CONSUMER_PREPARE_THRESHOLD (prepare_threshold of an engine of yours): PostgreSQL is reached through a "
+                "pooler that mixes up prepared statements of its clients, so that one could run another's. Unset it (None), "
+                "or let the pooler keep them (PgBouncer 1.22 or newer with max_prepared_statements)"
+            )
+        self._pooling_checked = True
 
     def _drop_old(self, raw: psycopg.Connection[Any]) -> None:
         """Forget what the ledger need not remember any longer, of every consumer; a bounded amount of work."""

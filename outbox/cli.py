@@ -166,7 +166,8 @@ def _settings(schema: str | None) -> RelaySettings:
 def _lines(found: operations.Status) -> Iterator[str]:
     """The status for people."""
     memory = "no limit" if found.memory_share is None else f"{found.memory_share:.0%} used"
-    yield f"relays {found.relays} · epoch {found.epoch} · batch {found.batch} · Redis memory: {memory}"
+    relays = "?" if found.relays is None else found.relays
+    yield f"relays {relays} · epoch {found.epoch} · batch {found.batch} · Redis memory: {memory}"
     for topic, (count, age) in sorted(found.unsealed.items()):
         yield f"topic {topic}: {count:,} events not sealed yet, the oldest {_seconds(age)} old"
     for stream in found.streams:

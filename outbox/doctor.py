@@ -176,6 +176,8 @@ def _look_into_database(
     store = Store(settings.schema_name)
     known.facts = database_facts(connection)
     seen.add(database(known.facts))
+    if not known.facts.transactions:
+        return
     seen.add(transactions(connection, known.facts, limits))
     if not seen.add(tables(connection, "outbox", settings.schema_name, PUBLISHING)):
         return
@@ -238,8 +240,12 @@ def database(facts: DatabaseFacts) -> Iterator[Finding]:
         )
     else:
         yield ok("database-synchronous-commit", f"synchronous_commit is {facts.synchronous_commit}")
-    how = "through a pooler, which is fine" if facts.pooled else "directly"
-    yield ok("database-pooler", f"the server is reached {how}")
+    if facts.transactions:
+        how = "through a pooler in session or transaction mode, which is fine" if facts.pooled else "directly"
+        yield ok("database-pooler", f"the server is reached {how}")
+    else:
+        do = schemas.CHANGE_POOLING
+        yield error("database-pooler", schemas.STATEMENT_POOLING, f"{do[:1].upper()}{do[1:]}.")
 
 
 def transactions(connection: Connection, facts: DatabaseFacts, limits: Limits) -> Iterator[Finding]:

@@ -76,12 +76,12 @@ class Status:
     """How things stand.
 
     Attributes:
-        relays: relays that are connected.
+        relays: relays that are connected; None: it cannot be told through a pooler.
         memory_share: how full Redis is, 0 to 1; None: no limit is set.
         unsealed: by topic: committed events that no relay has seen yet (counted up to a million), and the oldest's age.
     """
 
-    relays: int
+    relays: int | None
     epoch: int
     batch: int
     memory_share: float | None

@@ -134,7 +134,7 @@ class Relay:
 
         Raises:
             SchemaError: the tables are missing or of another revision.
-            SettingsError: a topic is set to another number of lanes than it has.
+            SettingsError: a topic is set to another number of lanes than it has, or a pooler is in statement mode.
         """
         pause = self._settings.poll_min_seconds
         try:

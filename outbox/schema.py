@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import logging
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import redirect_stdout
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +22,7 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy.pool import NullPool
 
-from outbox.errors import SchemaError
+from outbox.errors import SchemaError, SettingsError
 from outbox.settings import check_schema, database_address
 
 Branch = Literal["outbox", "consumer"]
@@ -65,6 +66,67 @@ def engine(
     )
 
 
+# --- poolers -------------------------------------------------------------------------------------------------------
+
+#: What nothing of ours works through.
+STATEMENT_POOLING: Final = (
+    "PostgreSQL is reached through a pooler in statement mode, in which there are no transactions"
+)
+CHANGE_POOLING: Final = "set pool_mode = transaction (or session) in its configuration, for this database"
+
+
+@contextmanager
+def refusing_statement_pooling() -> Iterator[None]:
+    """Name the pooler's mode where it is the reason that a transaction could not begin.
+
+    Raises:
+        SettingsError: it is.
+    """
+    try:
+        yield
+    except (psycopg.OperationalError, sqlalchemy.exc.OperationalError) as error:
+        if is_statement_pooling(error):
+            raise SettingsError(f"DATABASE_URL: {STATEMENT_POOLING}; {CHANGE_POOLING}") from error
+        raise
+
+
+def is_statement_pooling(error: psycopg.Error | sqlalchemy.exc.DBAPIError) -> bool:
+    """Whether PgBouncer refused a transaction because of its pool mode.
+
+    It says everything with one SQLSTATE, also that a server is away, so its words decide; they are never translated.
+    """
+    cause = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) else error
+    return isinstance(cause, psycopg.errors.ProtocolViolation) and "statement pooling" in str(cause)
+
+
+def is_pooled(connection: psycopg.Connection[Any]) -> bool:
+    """Whether the connection leads to a pooler (PgBouncer and the like) and not to a session of its own."""
+    row = connection.execute("SELECT pg_backend_pid()", prepare=False).fetchone()
+    return row is None or row[0] != connection.info.backend_pid
+
+
+def shares_prepared(connection: psycopg.Connection[Any]) -> bool:
+    """Whether a pooler hands on the names of prepared statements as they are.
+
+    Its server sessions have many clients one after the other, and psycopg numbers its statements on every connection from
+    0 on: one client would then run another one's statement with its own values. A pooler that knows prepared statements
+    (PgBouncer from 1.21 on, with ``max_prepared_statements``) gives them names of its own.
+
+    Args:
+        connection: in autocommit mode. Of a pooler that knows them, it remembers one statement more.
+    """
+    if not is_pooled(connection):
+        return False
+    name = f"outbox_{secrets.token_hex(8)}"
+    with connection.transaction():
+        connection.pgconn.prepare(name.encode(), b"SELECT 1")
+        known = "SELECT FROM pg_catalog.pg_prepared_statements WHERE name = %s"
+        if connection.execute(known, (name,), prepare=False).fetchone() is None:
+            return False
+        connection.execute(sql.SQL("DEALLOCATE {}").format(sql.Identifier(name)), prepare=False)
+    return True
+
+
 # --- migrations ----------------------------------------------------------------------------------------------------
 
 
@@ -88,12 +150,12 @@ def upgrade(url: str, branch: Branch, *, schema: str = "public") -> str:
     """Bring the tables of one side to this version; safe when many processes do it at once. Returns the revision.
 
     Raises:
-        SettingsError: the address or the schema name is malformed.
+        SettingsError: the address or the schema name is malformed, or a pooler is in statement mode.
         psycopg.Error, sqlalchemy.exc.SQLAlchemyError: PostgreSQL refused; nothing was changed.
     """
     config = _config(branch, schema)
     database = engine(url, f"{branch} migrate", poolclass=NullPool)
-    with database.begin() as connection:
+    with refusing_statement_pooling(), database.begin() as connection:
         config.attributes["connection"] = connection
         alembic.command.upgrade(config, f"{branch}@head")
     return head(branch)
@@ -118,15 +180,17 @@ def head(branch: Branch) -> str:
 
 
 def check_revision(connection: psycopg.Connection[Any], branch: Branch, schema: str) -> None:
-    """See that the tables are there and of this version.
+    """See that the tables are there and of this version, and that transactions can be had.
 
     Raises:
         SchemaError: they are not; says what to run.
+        SettingsError: a pooler is in statement mode.
     """
     table = sql.Identifier(schema, f"{branch}_schema_version")
     wanted = head(branch)
     try:
-        row = connection.execute(sql.SQL("SELECT version_num FROM {}").format(table)).fetchone()
+        with refusing_statement_pooling(), connection.transaction():
+            row = connection.execute(sql.SQL("SELECT version_num FROM {}").format(table)).fetchone()
     except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
         row = None
     found = row[0] if row else None

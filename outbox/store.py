@@ -480,8 +480,11 @@ class Store:
         ).fetchone()
         return float(row[0]) if row else None
 
-    def relays(self, connection: Connection) -> int:
-        """Relays that are connected to this database (of a role whose activity we may see)."""
+    def relays(self, connection: Connection) -> int | None:
+        """Relays that are connected to this database (of a role whose activity we may see). None: it cannot be told, since
+        a pooler's sessions bear the name of whoever had them last."""
+        if schemas.is_pooled(connection):
+            return None
         row = connection.execute("""
             SELECT count(*) FROM pg_catalog.pg_stat_activity
             WHERE application_name = 'outbox relay' AND datname = pg_catalog.current_database()
@@ -685,6 +688,7 @@ class DatabaseFacts:
     Attributes:
         version: ``server_version_num``: 180001 is 18.1.
         pooled: our connection does not lead to a session of its own (PgBouncer and the like).
+        transactions: they can be had; not through a pooler in statement mode, which has closed the connection over it.
         ahead_seconds: its clock minus this machine's.
         sees_sessions: our role sees what other roles' sessions do.
         idle_limit_seconds: ``idle_in_transaction_session_timeout``; 0: none.
@@ -692,6 +696,7 @@ class DatabaseFacts:
 
     version: int
     pooled: bool
+    transactions: bool
     ahead_seconds: float
     sees_sessions: bool
     in_recovery: bool
@@ -736,7 +741,7 @@ def database_facts(connection: Connection) -> DatabaseFacts:
     ahead = row[0] - (before + time.time()) / 2
     row = connection.execute(
         """
-        SELECT current_setting('server_version_num')::integer, pg_backend_pid() <> %s, %s::float8,
+        SELECT current_setting('server_version_num')::integer, pg_backend_pid() <> %s, true, %s::float8,
                pg_has_role(current_user, 'pg_read_all_stats', 'USAGE'), pg_is_in_recovery(),
                current_setting('default_transaction_read_only')::boolean, current_setting('fsync')::boolean,
                current_setting('synchronous_commit'),
@@ -746,7 +751,14 @@ def database_facts(connection: Connection) -> DatabaseFacts:
         (connection.info.backend_pid, ahead),
     ).fetchone()
     assert row is not None
-    return DatabaseFacts(*row)
+    facts = DatabaseFacts(*row)
+    try:
+        with connection.transaction():
+            return facts
+    except psycopg.OperationalError as error:
+        if not schemas.is_statement_pooling(error):
+            raise
+        return replace(facts, transactions=False)
 
 
 def open_transactions(connection: Connection) -> list[OpenTransaction]:

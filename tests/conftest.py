@@ -32,6 +32,7 @@ from outbox.embedded import (
     ValkeyServer,
     redis_servers,
 )
+from tests.faults.bouncer import Bouncer
 from tests.waiting import eventually
 
 _Server = TypeVar("_Server", bound=EmbeddedServer)
@@ -146,6 +147,17 @@ def own_valkey() -> Iterator[Callable[..., ValkeyServer]]:
             if name is not None:
                 options["program"] = redis_servers().get(name) or _missing(f"no {_HINTS.get(name, name)}")
             return stack.enter_context(_started(ValkeyServer, **options))
+
+        yield start
+
+
+@pytest.fixture
+def own_bouncer() -> Iterator[Callable[..., Bouncer]]:
+    """Starts PgBouncer before a server; takes the arguments of `Bouncer`."""
+    with ExitStack() as stack:
+
+        def start(target: str, **options: Any) -> Bouncer:
+            return stack.enter_context(_started(Bouncer, target=target, **options))
 
         yield start
 

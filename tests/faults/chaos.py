@@ -127,8 +127,12 @@ class Bench:
     def transport(self, redis_url: str | None = None) -> StreamTransport:
         return StreamTransport.from_url(redis_url or self.redis_url, prefix=self.prefix, timeout_seconds=2)
 
-    def start(self, *command: str, **environment: str) -> subprocess.Popen[bytes]:
-        """A process with our addresses; default: a relay. It is killed at the end, if it still runs."""
+    def start(self, *command: str, log: Path | None = None, **environment: str) -> subprocess.Popen[bytes]:
+        """A process with our addresses; default: a relay. It is killed at the end, if it still runs.
+
+        Args:
+            log: where its output goes.
+        """
         process = subprocess.Popen(
             [sys.executable, "-m", *(command or ("outbox", "relay"))],
             cwd=ROOT,
@@ -141,8 +145,8 @@ class Bench:
                 "OUTBOX_BACKOFF_MAX_SECONDS": "0.2",
             }
             | environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=log.open("ab") if log else subprocess.DEVNULL,
+            stderr=subprocess.STDOUT if log else subprocess.DEVNULL,
         )
         self.processes.append(process)
         return process

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -21,7 +21,6 @@ from outbox import schema
 from outbox.doctor import Finding
 from outbox.embedded import PostgresServer, ValkeyServer
 from outbox.errors import SettingsError
-from outbox.store import database_facts
 from tests.faults.chaos import ROOT, TABLES, TOPIC, Bench, drain, ledger
 
 
@@ -211,8 +210,15 @@ def test_a_limit_for_idle_transactions_that_handlers_may_meet(bench: Bench) -> N
     assert limited(120_000).level == "ok"
 
 
-def test_prepared_statements_through_a_pooler(bench: Bench) -> None:
-    facts = database_facts(bench.db)
-    for pooled, threshold, level in ((False, 5, "ok"), (True, None, "ok"), (True, 5, "warning")):
-        findings = doctor._settings(replace(facts, pooled=pooled), settings(bench, prepare_threshold=threshold))
-        assert [found.level for found in named(list(findings), "prepared-statements")] == [level]
+@pytest.mark.parametrize("keeps", [True, False], ids=["keeps them", "hands names on"])
+def test_prepared_statements_through_a_pooler(bench: Bench, keeps: bool) -> None:
+    """A pooler that keeps prepared statements gives them names of its own; `tests/faults/test_pooler.py` has a real one."""
+    pooler = SimpleNamespace(
+        execute=bench.db.execute, info=SimpleNamespace(backend_pid=bench.db.info.backend_pid + 1),
+        transaction=bench.db.transaction,
+        pgconn=SimpleNamespace(prepare=lambda name, statement: keeps or bench.db.pgconn.prepare(name, statement)),
+    )  # fmt: skip
+    for threshold, level in ((None, "ok"), (5, "ok" if keeps else "error")):
+        findings = doctor._prepared(pooler, settings(bench, prepare_threshold=threshold))  # type: ignore[arg-type]
+        assert [found.level for found in findings] == [level]
+    assert bench.one("SELECT count(*) FROM pg_prepared_statements WHERE starts_with(name, 'outbox_')") == 0

@@ -311,8 +311,9 @@ def database_facts_of(bench: Bench) -> DatabaseFacts:
 def test_a_pooler_in_between_is_seen(bench: Bench) -> None:
     assert not database_facts_of(bench).pooled
     stranger = SimpleNamespace(
-        execute=bench.db.execute, info=SimpleNamespace(backend_pid=bench.db.info.backend_pid + 1)
-    )
+        execute=bench.db.execute, info=SimpleNamespace(backend_pid=bench.db.info.backend_pid + 1),
+        transaction=bench.db.transaction,
+    )  # fmt: skip
     facts = doctor.database_facts(stranger)  # type: ignore[arg-type]  # as through a pooler, which has ids of its own
     assert facts.pooled
     assert "through a pooler" in the(list(doctor.database(facts)), "database-pooler").what

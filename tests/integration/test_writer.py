@@ -23,6 +23,7 @@ from sqlalchemy.pool import NullPool
 from outbox import Event, InvalidEvent, NoTransaction, Writer, record, record_async, schema
 from outbox.store import Store
 from outbox.tables import metadata, outbox_table
+from tests.faults.bouncer import Bouncer
 
 SYNC = ["session", "scoped_session", "connection", "psycopg"]
 ASYNC = ["async_session", "async_scoped_session", "async_connection", "async_psycopg"]
@@ -379,6 +380,47 @@ def test_a_transaction_begun_on_an_autocommit_connection_is_one(url: str) -> Non
             record(connection, event(2))
             raise ZeroDivisionError
     assert [row[-1] for row in rows(url)] == [b'{"n":1}']
+
+
+@pytest.mark.parametrize("kind", SYNC + ASYNC)
+def test_o_77_through_a_transaction_pooler(kind: str, url: str, own_bouncer: Callable[..., Bouncer]) -> None:
+    """Two sessions, and another client at both of them: nothing of ours needs the same one again."""
+    pooled = own_bouncer(url, pool_size=2).through(url)
+    given = {"prepare_threshold": None}
+    options: dict[str, Any] = given if "psycopg" in kind else {"connect_args": given}
+
+    async def work(handle: Any) -> None:
+        doing = Doing(kind, handle)
+        with psycopg.connect(pooled, prepare_threshold=None) as other:
+            for n in range(12):
+                other.rollback()
+                await doing.execute(CREDIT.format(1))  # in the session that `other` had
+                other.execute("SELECT 1")  # in a transaction: takes the one that we had
+                async with doing.savepoint():
+                    await doing.record(event(n), event(n))
+                await (doing.rollback() if n % 3 == 2 else doing.commit())
+
+    async def run() -> None:
+        if kind in ASYNC:
+            async with opened_async(kind, pooled, **options) as handle:
+                await work(handle)
+        else:
+            with opened(kind, pooled, **options) as handle:
+                await work(handle)
+
+    asyncio.run(run())
+    assert balance(url) == 8
+    assert [data for (data,) in rows(url, "data")] == [
+        f'{{"n":{n}}}'.encode() for n in range(12) if n % 3 != 2 for _ in "ab"
+    ]
+
+
+def test_o_77_the_sql_function_through_a_transaction_pooler(url: str, own_bouncer: Callable[..., Bouncer]) -> None:
+    pooled = own_bouncer(url, pool_size=1).through(url)
+    for n in range(3):
+        with psycopg.connect(pooled, prepare_threshold=None) as connection:
+            connection.execute("SELECT public.outbox_record('payments', 'credited', %s)", (f'{{"n":{n}}}',))
+    assert [data for (data,) in rows(url, "data")] == [b'{"n":0}', b'{"n":1}', b'{"n":2}']
 
 
 def test_what_is_no_connection_is_refused_with_a_hint(url: str) -> None:
