@@ -105,6 +105,20 @@ def drop_group(
         typer.echo(f"group {name} of stream {stream} is forgotten")
 
 
+@app.command("new-epoch")
+def new_epoch(
+    schema: Schema = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Make this database the one that publishes, where its relay says that another one does; that one's relays stop.
+
+    For a database that came back without PostgreSQL knowing it, as from a snapshot of its disk. Not after a promotion.
+    """
+    if not yes:
+        typer.confirm("Publish from this database from now on, and from no other?", abort=True)
+    typer.echo(f"epoch {operations.new_epoch(_settings(schema))} begins")
+
+
 @app.command()
 def replay(
     topic: Annotated[str | None, typer.Option(help="Only events of this topic.")] = None,

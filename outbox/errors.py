@@ -89,7 +89,8 @@ class StaleRelay(OutboxError):
     def __init__(self, stream: str, epoch: int, ours: int) -> None:
         super().__init__(
             f"stream {stream} is in epoch {epoch}, this relay's database in epoch {ours}: "
-            "it is not the database that publishes now, so nothing is published from it"
+            "it is not the database that publishes now, so nothing is published from it. After a failover, point this relay "
+            "at the new primary; if this database is the one to go on with, run: outbox new-epoch"
         )
         self.stream = stream
         self.epoch = epoch

@@ -1,4 +1,4 @@
-"""What a person asks of the producer's side: how things stand, and to forget a group that is gone."""
+"""What a person asks of the producer's side: how things stand, to forget a group that is gone, to go on with a database."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outbox.errors import SettingsError, TransportError
 from outbox.settings import RelaySettings
 from outbox.store import Connection, Store, StreamHead
 from outbox.transport import Marker, StreamTransport
-from outbox.transport.base import GroupState, StreamState
+from outbox.transport.base import GroupState, StreamState, streams_of
 
 _COUNTED = 1_000_000
 
@@ -127,6 +127,25 @@ def drop_group(settings: RelaySettings, name: str) -> list[str]:
     if not streams:
         raise SettingsError(f"there is no group {name!r}; `outbox status` lists them")
     return streams
+
+
+def new_epoch(settings: RelaySettings) -> int:
+    """Make this database the one that publishes, whatever its streams say; relays of others stop. Returns the epoch.
+
+    Raises:
+        TransportError: a stream cannot be looked at.
+    """
+    with opened(settings) as (store, connection, transport):
+        streams = {head.stream for head in store.heads(connection)}
+        for topic in store.unsealed(connection, _COUNTED):
+            streams.update(streams_of(topic, settings.lanes.get(topic, 1)))
+        epochs = [store.epoch(connection)]
+        for found in transport.markers(sorted(streams)).values() if streams else ():
+            if isinstance(found, TransportError):
+                raise found
+            epochs.append(found.epoch if found else 0)
+        store.open_epoch(connection, max(epochs) + 1)
+        return max(epochs) + 1
 
 
 @contextmanager

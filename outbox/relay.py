@@ -44,6 +44,7 @@ from outbox.store import (
 )
 from outbox.streams import Stream, Streams
 from outbox.telemetry import (
+    EventsLost,
     Observer,
     Published,
     Sealed,
@@ -65,6 +66,8 @@ _RETENTION_SECONDS = 60.0
 _CATCH_UP_SECONDS = 0.25
 #: Batches that are sealed while those before are published, and then go out together.
 _AHEAD = 2
+#: Entries of a stream that are compared with the outbox after PostgreSQL went back, and lost ids that are named.
+_LOOKED_AT, _SHOWN = 100_000, 20
 
 
 @dataclass(slots=True)
@@ -121,6 +124,7 @@ class Relay:
         self._seq = 0
         self._window = Window(BEGINNING, BEGINNING, 0, False)
         self._streams = Streams(settings, self._store, self._transport, self._observe)
+        self._reported: dict[str, Marker] = {}
         self._loaded = False
         self._check_due = 0.0
         self._partitions_due = 0.0
@@ -245,7 +249,14 @@ class Relay:
             return
         if self._store.is_foreign(connection):
             self._rebase(connection)
+        followed = self._store.follow_timeline(connection)
         self._epoch = self._store.epoch(connection)
+        if followed:
+            _log.warning(
+                "PostgreSQL is on another timeline than before (a stand-by was promoted, or it was restored to a point in "
+                "time): epoch %d begins, and relays that are left at the old server publish nothing more",
+                self._epoch, extra={"action": "epoch_opened", "epoch": self._epoch},
+            )  # fmt: skip
         newest = self._store.newest(connection)
         self._seq = newest.seq if newest else 0
         self._window = newest.rest if newest else Window(BEGINNING, BEGINNING, 0, False)
@@ -364,7 +375,9 @@ class Relay:
         """Look at every stream's marker, and mend what is behind."""
         if not self._streams:
             return
-        markers, until = self._transport.markers(list(self._streams)), time.monotonic() + _CATCH_UP_SECONDS
+        markers = self._transport.markers(list(self._streams))
+        self._compare_epochs({name: found for name, found in markers.items() if isinstance(found, Marker)})
+        until = time.monotonic() + _CATCH_UP_SECONDS
         for name, found in markers.items():
             stream = self._streams[name]
             if isinstance(found, TransportError):
@@ -376,9 +389,9 @@ class Relay:
             current = found is not None and (found.seq, found.token) == (stream.seq, stream.token)
             if found is None and 0 < stream.seq <= stream.needed:
                 current = True  # it lost nothing that anybody needs
-            stream.current = current and not stream.paused
-            stream.marker = found if current or stream.paused else stream.marker
             behind = not current or (found is not None and found.epoch != self._epoch)
+            stream.current = not behind and not stream.paused
+            stream.marker = found if current or stream.paused else stream.marker
             if stream.paused or not behind:
                 continue
             if time.monotonic() >= until or self._stopping.is_set():
@@ -454,33 +467,82 @@ class Relay:
     def _after(self, connection: Connection, name: str, found: Marker | None) -> int:
         """The batch after which a stream with marker `found` is to be published again.
 
-        A stream that has no marker has lost everything: what its groups have acknowledged is not published again.
+        A stream that has no marker has lost everything; one of an earlier epoch may hold what PostgreSQL has lost, or what a
+        ledger that went back with the outbox was acknowledged for. Of both, what the outbox says that every group has
+        acknowledged is not published again: it was written down after the effects, so it did not survive without them.
 
         Raises:
-            StaleRelay: the stream is in an epoch that this database knows nothing of.
+            StaleRelay: see `_compare_epochs`.
         """
         if found is None:
             self._streams.load_groups(connection)
             return self._streams[name].needed
-        if found.epoch > self._epoch:
-            self._epoch = self._store.epoch(connection)
-            if found.epoch > self._epoch:
-                raise StaleRelay(name, found.epoch, self._epoch)
-        if self._store.token(connection, found.seq) == found.token:
-            return max(found.seq, self._streams[name].needed)
+        self._compare_epochs({name: found})
+        stream = self._streams[name]
+        if not self._knows(connection, name, found):
+            self._report_lost(connection, name, found)
+        elif found.epoch == self._epoch or not stream.acked:
+            return max(found.seq, stream.needed)
+        return stream.needed
+
+    def _compare_epochs(self, found: Mapping[str, Marker]) -> None:
+        """Make sure that this database is the one that publishes: its epoch is to be the newest of all. It begins another
+        one where PostgreSQL went back within the epoch, so that a stream holds a batch that this database does not know.
+
+        Raises:
+            StaleRelay: a stream is in an epoch that this database knows nothing of.
+        """
+        connection = self._connect()
+        for name, marker in found.items():
+            if marker.epoch > self._epoch:
+                self._epoch = self._store.epoch(connection)
+            if marker.epoch > self._epoch:
+                raise StaleRelay(name, marker.epoch, self._epoch)
+        for name, marker in found.items():
+            if marker.epoch == self._epoch and not self._knows(connection, name, marker):
+                self._store.open_epoch(connection, self._epoch + 1)
+                self._epoch = self._store.epoch(connection)
+                _log.error(
+                    "stream %s has batch %d, which this database does not know (restored, or failed over to a stand-by that "
+                    "was behind): epoch %d begins, and what is not acknowledged is published again",
+                    name, marker.seq, self._epoch,
+                    extra={"action": "epoch_opened", "stream": name, "epoch": self._epoch},
+                )  # fmt: skip
+
+    def _knows(self, connection: Connection, name: str, marker: Marker) -> bool:
+        """Whether the marker's batch is one of this database, or older than those that it keeps."""
+        stream = self._streams[name]
+        if (marker.seq, marker.token) == (stream.seq, stream.token):
+            return True
+        if self._store.token(connection, marker.seq) == marker.token:
+            return True
         oldest = self._store.oldest_seq(connection)
-        if oldest is not None and found.seq < oldest:
-            return found.seq
-        # PostgreSQL went back: the stream holds a batch that this database no longer knows.
-        newer = max(self._epoch, found.epoch) + 1
-        self._store.open_epoch(connection, newer)
-        self._epoch = self._store.epoch(connection)
+        return oldest is not None and marker.seq < oldest
+
+    def _report_lost(self, connection: Connection, name: str, found: Marker) -> None:
+        """Say which events of a stream are no longer in the outbox: they were published before PostgreSQL went back."""
+        if self._reported.get(name) == found:
+            return
+        try:
+            published = self._transport.ids_after(name, self._streams[name].needed, _LOOKED_AT)
+        except TransportUnavailable:
+            raise
+        except TransportError as error:
+            self._blame(name, error)
+            return
+        known = self._store.known(connection, published)
+        lost = [event_id for event_id in published if event_id not in known]
+        self._reported[name] = found
+        if not lost:
+            return
         _log.error(
-            "stream %s has batch %d, which this database no longer knows (restored, or failed over to a replica that was "
-            "behind): opening epoch %d and publishing again what is kept",
-            name, found.seq, self._epoch, extra={"action": "epoch_opened", "stream": name, "epoch": self._epoch},
+            "stream %s holds %s%d events that PostgreSQL no longer has: published before it went back, and perhaps applied. "
+            "`consumer reconcile` lists, as extra, all that a consumer has applied of them; the newest are %s",
+            name, "at least " if len(published) == _LOOKED_AT else "", len(lost),
+            ", ".join(map(str, lost[:_SHOWN])),
+            extra={"action": "events_lost", "stream": name, "events": len(lost), "ids": [*map(str, lost[:_SHOWN])]},
         )  # fmt: skip
-        return 0
+        self._observe(EventsLost(name, len(lost)))
 
     # --- groups, retention ---
 
@@ -494,7 +556,7 @@ class Relay:
         self._streams.load_groups(connection)
         for name, stream in list(self._streams.items()):
             try:
-                missing = self._streams.inspect(connection, name)
+                missing = self._streams.inspect(connection, name, self._epoch)
             except TransportUnavailable:
                 raise
             except TransportError as error:

@@ -389,8 +389,45 @@ class Store:
     def open_epoch(self, connection: Connection, epoch: int) -> None:
         """Begin an epoch; nothing happens if it has begun already."""
         connection.execute(
-            self._sql("INSERT INTO {outbox_epoch} (epoch) VALUES (%s) ON CONFLICT (epoch) DO NOTHING"), (epoch,)
+            self._sql("INSERT INTO {outbox_epoch} (epoch, timeline) VALUES (%s, %s) ON CONFLICT (epoch) DO NOTHING"),
+            (epoch, self.timeline(connection)),
         )
+
+    def follow_timeline(self, connection: Connection) -> bool:
+        """Begin an epoch if the server is on another timeline than the newest one; whether this call did.
+
+        Raises:
+            psycopg.errors.ReadOnlySqlTransaction: the server is a stand-by.
+        """
+        opened = connection.execute(
+            self._sql("""
+            INSERT INTO {outbox_epoch} (epoch, timeline)
+            SELECT epoch + 1, %(timeline)s::integer
+            FROM (SELECT epoch, timeline FROM {outbox_epoch} ORDER BY epoch DESC LIMIT 1) newest
+            WHERE timeline <> %(timeline)s::integer
+            ON CONFLICT (epoch) DO NOTHING
+            """),
+            {"timeline": self.timeline(connection)},
+        )
+        return opened.rowcount > 0
+
+    @staticmethod
+    def timeline(connection: Connection) -> int | None:
+        """The server's timeline: a stand-by begins a new one when it is promoted, and so does a restore to a point in time.
+        None: it does not say (a stand-by, and services that only speak like PostgreSQL)."""
+        try:
+            row = connection.execute("""
+                SELECT CASE WHEN NOT pg_is_in_recovery()
+                    THEN ('x' || left(pg_walfile_name(pg_current_wal_lsn()), 8))::bit(32)::integer END
+            """).fetchone()
+        except (
+            psycopg.errors.FeatureNotSupported,
+            psycopg.errors.InsufficientPrivilege,
+            psycopg.errors.UndefinedFunction,
+            psycopg.errors.ObjectNotInPrerequisiteState,
+        ):
+            return None
+        return row[0] if row else None
 
     # --- replay ---
 
@@ -607,6 +644,7 @@ class Store:
         ids that are still to come get this transaction's. What is published already is recognised by consumers. A new
         epoch keeps a relay of the other cluster off. Locks out other relays, not writers.
         """
+        timeline = self.timeline(connection)
         with connection.transaction():
             connection.execute(self._sql("LOCK TABLE {outbox_batch} IN ACCESS EXCLUSIVE MODE"))
             if not self.is_foreign(connection):
@@ -620,7 +658,8 @@ class Store:
             connection.execute(self._sql("DELETE FROM {outbox_batch}"))
             connection.execute(self._sql("UPDATE {outbox_group} SET acked = 0"))
             connection.execute(
-                self._sql("INSERT INTO {outbox_epoch} (epoch) SELECT max(epoch) + 1 FROM {outbox_epoch}")
+                self._sql("INSERT INTO {outbox_epoch} (epoch, timeline) SELECT max(epoch) + 1, %s FROM {outbox_epoch}"),
+                (timeline,),
             )
             row = connection.execute(self._sql("SELECT count(*) FROM {outbox}")).fetchone()
             assert row is not None

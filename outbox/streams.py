@@ -109,8 +109,10 @@ class Streams(dict[str, Stream]):
             if group.stream in self:
                 self[group.stream].acked[group.name] = group.acked
 
-    def inspect(self, connection: Connection, name: str) -> int:
+    def inspect(self, connection: Connection, name: str, epoch: int) -> int:
         """Look how far the groups of a stream are, write it down, and trim what all of them have acknowledged.
+
+        Batches of another epoch than `epoch` may be others of the same number: of them nothing is known to be acknowledged.
 
         Returns:
             How many entries a stranger deleted, which some group may not have seen.
@@ -126,7 +128,7 @@ class Streams(dict[str, Stream]):
             self._observe(Trimmed(name, state.trimmed))
         stream.length, stream.inspected = state.length, True
         seen = [Group(name, group.name, min(group.acked or 0, stream.seq)) for group in state.groups]
-        if state.missing:
+        if state.missing or state.epoch != epoch:
             seen = [replace(group, acked=0) for group in seen]  # what they skipped is not acknowledged
         self._store.see_groups(connection, seen)
         return state.missing

@@ -103,6 +103,7 @@ def metadata(schema: str = "public") -> MetaData:
         meta,
         Column("epoch", Integer, primary_key=True, autoincrement=False),
         Column("opened_at", time, nullable=False, server_default=now),
+        Column("timeline", Integer),
     )
     Table(
         "outbox_group",

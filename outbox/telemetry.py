@@ -67,6 +67,14 @@ class Trimmed:
 
 
 @dataclass(frozen=True, slots=True)
+class EventsLost:
+    """A stream holds `events` that PostgreSQL no longer has: it went back (failover, restore) after they were published."""
+
+    stream: str
+    events: int
+
+
+@dataclass(frozen=True, slots=True)
 class StandBy:
     """Another relay sealed batch `batch` first."""
 
@@ -91,7 +99,18 @@ class Claimed:
     missing: int
 
 
-Measurement = Sealed | Published | StreamFailed | StreamBehind | StreamPaused | Trimmed | StandBy | Outcomes | Claimed
+Measurement = (
+    Sealed
+    | Published
+    | StreamFailed
+    | StreamBehind
+    | StreamPaused
+    | Trimmed
+    | EventsLost
+    | StandBy
+    | Outcomes
+    | Claimed
+)
 Observer = Callable[[Measurement], None]
 
 

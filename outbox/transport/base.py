@@ -12,6 +12,7 @@ Every method raises `outbox.errors.TransportError` when the server does not do w
 
 from __future__ import annotations
 
+import uuid
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,12 +161,14 @@ class StreamState:
         length: entries.
         missing: entries that a stranger deleted or trimmed since the marker began.
         trimmed: entries trimmed just now.
+        epoch: of the marker; None: there is none.
     """
 
     length: int
     missing: int
     trimmed: int
     groups: list[GroupState]
+    epoch: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +212,13 @@ class Transport(Protocol):
     def inspect(self, stream: str, *, groups: Sequence[str] = (), keep_seconds: float | None = None) -> StreamState:
         """How far the stream's groups are. With `keep_seconds`, entries are trimmed that are older and acknowledged by
         every group, if there is one and all of `groups` are there.
+
+        Raises:
+            StreamUnusable: it cannot be used.
+        """
+
+    def ids_after(self, stream: str, batch: int, limit: int) -> list[uuid.UUID]:
+        """Ids of the events that were added after the batch, newest first, `limit` at most.
 
         Raises:
             StreamUnusable: it cannot be used.

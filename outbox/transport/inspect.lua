@@ -6,8 +6,8 @@
 -- ARGV[1]  '' to look only; or milliseconds: trim what is older than that and acknowledged by every group
 -- ARGV[2…] groups without which nothing is trimmed: declared, but perhaps lost by the server
 --
--- Returns {length, missing, trimmed, seq, groups}: `missing` entries were taken by strangers since the last restart of
--- the marker, `trimmed` by this call, `seq` is the newest batch there; a group is {name, pending, id of the oldest pending
+-- Returns {length, missing, trimmed, epoch, seq, groups}: `missing` entries were taken by strangers since the last restart of
+-- the marker, `trimmed` by this call, `seq` is the newest batch there, `epoch` its epoch; a group is {name, pending, id of the oldest pending
 -- entry ('' for none), batch it still needs, batch of its first undelivered entry, undelivered entries of that batch, milliseconds since one
 -- of its consumers asked for something (-1: it has none)}. A
 -- batch is 0 where nothing is left, and -1 where the entry stands before the marker's restart, so that its batch number
@@ -31,14 +31,16 @@ local function named(list)
   return found
 end
 
-if call('EXISTS', KEYS[1]) == 0 then return {0, 0, 0, 0, {}} end
+if call('EXISTS', KEYS[1]) == 0 then return {0, 0, 0, 0, 0, {}} end
 local marker = call('HMGET', KEYS[2], 'batch', 'absent', 'since', 'last', 'added')
 local now_there = named(call('XINFO', 'STREAM', KEYS[1]))
 if not marker[4] or not marker[5] or now_there['entries-added'] < tonumber(marker[5])
     or earlier(now_there['last-generated-id'], marker[4]) then
   marker = {false, false, false}  -- of a stream that is no more, see publish.lua: what it says is not acknowledged here
 end
-local seq, since = tonumber(string.match(marker[1] or '', '^%d+:(%d+):.') or '0'), marker[3]
+local epoch, seq = string.match(marker[1] or '', '^(%d+):(%d+):.')
+local since = marker[3]
+epoch, seq = tonumber(epoch or '0'), tonumber(seq or '0')
 
 local function batch_from(start)  -- the batch that the first entry from `start` on belongs to, and entries up to its end
   local count = 0
@@ -93,4 +95,4 @@ end
 local stream = named(call('XINFO', 'STREAM', KEYS[1]))
 local missing = marker[3] and 1 or 0
 if marker[2] then missing = stream['entries-added'] - stream['length'] - tonumber(marker[2]) - trimmed end
-return {stream['length'], math.max(missing, 0), trimmed, seq, groups}
+return {stream['length'], math.max(missing, 0), trimmed, epoch, seq, groups}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -131,7 +132,20 @@ class MemoryTransport:
                 trimmed = len(old)
                 found.absent += trimmed
             missing = found.added - len(found.entries) - found.absent if found.since else 0
-            return StreamState(len(found.entries), missing, trimmed, states)
+            return StreamState(
+                len(found.entries), missing, trimmed, states, found.marker.epoch if found.marker else None
+            )
+
+    def ids_after(self, stream: str, batch: int, limit: int) -> list[uuid.UUID]:
+        with self._changed:
+            ids: list[uuid.UUID] = []
+            entries = self._streams[stream].entries if stream in self._streams else {}
+            for number in sorted(entries, reverse=True):
+                fields = entries[number]
+                if len(ids) == limit or int(fields.get(b"batch") or batch + 1) <= batch:
+                    break
+                ids.append(uuid.UUID(fields[b"id"].decode()))
+            return ids
 
     @staticmethod
     def _batch_before(stream: _Stream, start: int) -> tuple[int | None, int]:

@@ -10,7 +10,9 @@ Invariants:
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from itertools import groupby
 from operator import attrgetter
@@ -41,7 +43,7 @@ _PROBES: dict[str, list[tuple[Any, ...]]] = {
         (b"INFO", "memory"), (b"SCRIPT", b"LOAD", "return 0"), (b"EVALSHA", "0" * 40, 0), (b"TIME",),
         (b"EXISTS", _STREAM), (b"XINFO", b"STREAM", _STREAM), (b"XINFO", b"GROUPS", _STREAM),
         (b"XINFO", b"CONSUMERS", _STREAM, _NOBODY), (b"XPENDING", _STREAM, _NOBODY), (b"XRANGE", _STREAM, "-", "-"),
-        (b"XADD", _STREAM, "NOMKSTREAM", "0-0", "", ""), (b"XTRIM", _STREAM, "MINID", "0-0"),
+        (b"XREVRANGE", _STREAM, "-", "-"), (b"XADD", _STREAM, "NOMKSTREAM", "0-0", "", ""), (b"XTRIM", _STREAM, "MINID", "0-0"),
         (b"XGROUP", b"DESTROY", _STREAM, _NOBODY), (b"XGROUP", b"DELCONSUMER", _STREAM, _NOBODY, ""),
         (b"HMGET", _BESIDE, "batch"), (b"HSET", _BESIDE, "batch", "", "odd"), (b"HDEL", _BESIDE, _NOBODY),
         (b"HINCRBY", _BESIDE, "absent", "no number"),
@@ -54,6 +56,8 @@ _PROBES: dict[str, list[tuple[Any, ...]]] = {
 }  # fmt: skip
 #: Hand-back: so long idle that anyone's claim finds it at once.
 _LONG_IDLE_MS = 30 * 86_400_000
+#: Entries that are read at once where their payloads do not matter.
+_PAGE = 100
 
 
 class StreamTransport:
@@ -113,8 +117,24 @@ class StreamTransport:
         (reply,) = self._script("inspect", [(stream, arguments)])
         if isinstance(reply, RedisError):
             raise _translated(reply)
-        length, missing, trimmed, newest, found = reply
-        return StreamState(length, missing, trimmed, [_group_state(newest, *group) for group in found])
+        length, missing, trimmed, epoch, newest, found = reply
+        return StreamState(length, missing, trimmed, [_group_state(newest, *group) for group in found], epoch or None)
+
+    def ids_after(self, stream: str, batch: int, limit: int) -> list[uuid.UUID]:
+        ids: list[uuid.UUID] = []
+        end = "+"
+        while len(ids) < limit:
+            page = self._command(b"XREVRANGE", self._key(stream), end, "-", b"COUNT", min(_PAGE, limit - len(ids)))
+            for entry in _deliveries(stream, page):
+                seq = entry.fields.get(b"batch", b"")
+                if seq.isdigit() and int(seq) <= batch:
+                    return ids
+                with suppress(KeyError, ValueError):  # not of ours
+                    ids.append(uuid.UUID(entry.fields[b"id"].decode()))
+                end = f"({entry.receipt}"
+            if not page:
+                return ids
+        return ids
 
     def memory_share(self) -> float | None:
         try:
