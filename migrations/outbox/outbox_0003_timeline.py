@@ -1,4 +1,4 @@
-"""Which timeline of PostgreSQL an epoch belongs to: a promoted stand-by is known from the old primary by it."""
+"""The timeline of PostgreSQL that an epoch began on: a promoted stand-by is told from the old primary by it."""
 
 from alembic import op
 

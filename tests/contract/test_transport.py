@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -740,6 +741,31 @@ def trim(there: Any, *groups: str) -> int:
 
 def test_a_stream_that_is_not_there_has_no_state(there: Any) -> None:
     assert there.transport.inspect("a", keep_seconds=0) == StreamState(0, 0, 0, [])
+
+
+def test_the_ids_after_a_batch_newest_first(there: Any) -> None:
+    run = [
+        wire([(b"", str(uuid.UUID(int=seq * 10 + n)), "t", *[None] * 6) for n in range(2)], seq) for seq in (3, 5, 9)
+    ]
+    before = None
+    for seq, runs in zip((3, 5, 9), run, strict=True):
+        there.transport.publish([Part("a", before, marker(seq), runs)])
+        before = marker(seq)
+    for after, limit, wanted in ((3, 9, [91, 90, 51, 50]), (4, 9, [91, 90, 51, 50]), (9, 9, []), (0, 3, [91, 90, 51])):
+        assert [found.int for found in there.transport.ids_after("a", after, limit)] == wanted
+    assert there.transport.ids_after("nothing", 0, 9) == []
+
+
+def test_more_ids_than_are_read_at_once(there: Any) -> None:
+    rows = [(b"", str(uuid.UUID(int=n)), "t", *[None] * 6) for n in range(250)]
+    there.transport.publish([Part("a", None, marker(1), wire(rows, 1))])
+    assert [found.int for found in there.transport.ids_after("a", 0, 1000)] == [*range(249, -1, -1)]
+
+
+def test_the_epoch_of_a_streams_marker(there: Any) -> None:
+    assert there.transport.inspect("a").epoch is None
+    there.transport.publish([Part("a", None, marker(1, epoch=7), batch(1).runs)])
+    assert there.transport.inspect("a").epoch == 7
 
 
 def test_how_far_a_group_is(there: Any) -> None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,14 @@ import psycopg
 import pytest
 
 from consumer.reconcile import reconcile
-from outbox import operations
+from outbox import Event, record
 from outbox import schema as schemas
 from outbox.embedded import PostgresServer, ValkeyServer, postgres_servers
 from outbox.errors import StaleRelay
 from outbox.relay import Counts, Relay
 from outbox.store import Store
 from outbox.telemetry import EventsLost
-from tests.faults.chaos import Bench, drain, ledger
+from tests.faults.chaos import Bench, drain, ledger, version_order
 from tests.faults.proxy import Proxy, port_of, through
 from tests.faults.standby import PRIMARY, base_backup, copied, folder, hold_back, promote
 from tests.waiting import eventually
@@ -162,6 +164,57 @@ def test_a_standby_that_was_behind_is_promoted(place: Place, caplog: pytest.LogC
 
 
 @pytest.mark.long
+def test_a_failover_under_load(place: Place) -> None:
+    """Four writers, two relays, one of which is killed, and a stand-by that stops receiving somewhere in between."""
+    old, consumer, stop = place.old, place.consumer, threading.Event()
+    address = through(place.proxy, place.primary.url)
+
+    def produce(number: int) -> None:
+        versions = count(1)
+        while not stop.is_set():
+            with suppress(psycopg.OperationalError), psycopg.connect(address) as connection:
+                while not stop.is_set():
+                    with connection.transaction():
+                        record(connection, *(
+                            Event(topic="accounts", type="credited", key=f"k{number}", version=next(versions), payload={})
+                            for _ in range(number)
+                        ))  # fmt: skip
+
+    writers = [threading.Thread(target=produce, args=(number,)) for number in range(1, 5)]
+    environment = {"DATABASE_URL": address, "OUTBOX_BATCH_ROWS": "20"}
+    relays = [old.start(**environment) for _ in range(2)]
+    try:
+        for writer in writers:
+            writer.start()
+        standby = place.standby()
+        eventually(lambda: old.length() > 200)
+        hold_back(place.primary, standby)
+        lost = old.write()
+        eventually(lambda: set(lost) <= set(old.ids()), 30)
+        relays[0].kill()
+        place.primary.kill()
+        promote(standby)
+        new = place.turn(standby)
+        survived = new.outbox()
+        eventually(lambda: len(new.outbox()) > len(survived) + 200, 30, ignoring=(psycopg.OperationalError,))
+    finally:
+        stop.set()
+        for writer in writers:
+            writer.join()
+    recorded = set(new.outbox())
+    eventually(lambda: recorded <= set(new.ids()), 30)
+    effects = consumer.consume()
+    assert max(effects.values()) == 1
+    assert recorded <= effects.keys()
+    assert effects.keys() - recorded == place.extra(new) >= set(lost)
+    assert new.one("SELECT max(epoch) FROM public.outbox_epoch") == 2
+    assert new.one("SELECT count(*) = count(DISTINCT position) FROM public.outbox")
+    inherited = {event_id: place for place, event_id in enumerate(new.outbox())}
+    since = [e for e in new.entries() if inherited.get(e["id"], -1) >= len(survived)]
+    assert all(versions == sorted(versions) for versions in version_order(since).values())
+
+
+@pytest.mark.long
 def test_a_standby_that_lacks_nothing_is_promoted_and_the_old_primary_comes_back(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,6 +312,73 @@ def test_a_relay_dies_after_a_seal_that_the_standby_has(place: Place) -> None:
 
 
 @pytest.mark.long
+def test_a_relay_that_commits_synchronously_publishes_nothing_that_the_standby_lacks(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Producers do not wait for the stand-by, the relay does: nothing that was published is lost by a failover."""
+    old, consumer = place.old, place.consumer
+    ids = old.write(3)
+    drain(place.relay())
+    standby = place.standby()
+    old.db.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
+    old.db.execute("ALTER SYSTEM SET synchronous_commit = 'local'")
+    old.db.execute("SELECT pg_reload_conf()")
+    waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND application_name = 'outbox relay'"
+    process = old.start(PGOPTIONS="-c synchronous_commit=on")
+    ids += old.write(3)
+    eventually(lambda: old.length() == 6)
+    hold_back(place.primary, standby)
+    old.write(4)
+    eventually(lambda: old.one(waits) == 1)
+    assert old.length() == 6
+    place.primary.kill()
+    assert old.length() == 6
+    process.kill()
+    promote(standby)
+    new = place.turn(standby)
+    ids += new.write(4)
+    with caplog.at_level(logging.WARNING):
+        drained(place.relay())
+    assert consumer.consume() == once(ids)
+    assert not records(caplog, "events_lost")
+
+
+@pytest.mark.long
+def test_a_consumers_database_fails_over_to_a_standby_that_was_behind(
+    binaries: Path,
+    own_postgres: Callable[..., PostgresServer],
+    own_valkey: Callable[..., ValkeyServer],
+    database_url: str,
+) -> None:
+    """Only the ledger goes back, with its effects; what it acknowledged is trimmed. `reconcile --repair` brings it back."""
+    redis_url, primary = own_valkey().url, own_postgres(binaries=binaries, settings=PRIMARY)
+    schemas.upgrade(primary.url, "consumer")
+    with Bench(database_url, redis_url) as outbox, Bench(primary.url, redis_url) as before:
+        relay = outbox.relay(batch_rows=3, trim_seconds=0.001, stream_keep_seconds=0)
+        ids = outbox.write(6) + outbox.write(2, type="limited", key="C")
+        drain(relay)
+        before.consume()
+        standby = own_postgres(data_dir=base_backup(primary, binaries, "standby"), binaries=binaries)
+        hold_back(primary, standby)
+        lost = outbox.write(5)
+        newest = outbox.write(3, type="limited", key="C")
+        drain(relay)
+        assert before.consume() == once(ids[:6], lost)
+        eventually(lambda: relay.run_once() and outbox.length() <= 1)
+        primary.kill()
+        promote(standby)
+        with Bench(standby.url, redis_url) as after:
+            assert after.consume() == once(ids[:6]), "nobody knows yet"
+            repair = ("consumer", "reconcile", "tests.faults.chaos:ledger", "--grace", "0")
+            environment = {"OUTBOX_DATABASE_URL": database_url}
+            assert after.start(*repair, "--repair", **environment).wait() == 3
+            assert after.consume() == once(ids[:6], lost)
+            versions = outbox.one("SELECT max(version) FROM public.outbox WHERE event_id = %s", newest[-1])
+            assert after.one("SELECT version FROM public.limits WHERE key = 'C'") == versions
+            assert after.start(*repair, **environment).wait() == 0
+
+
+@pytest.mark.long
 def test_a_backup_is_restored_to_a_point_in_time(
     place: Place, own_postgres: Callable[..., PostgresServer], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -337,7 +457,8 @@ def test_a_snapshot_of_the_disk_is_refused_until_a_person_says_so(place: Place) 
     ids += chosen.write(3)
     with pytest.raises(StaleRelay):
         drained(relay)
-    assert operations.new_epoch(chosen.settings()) == 3
+    assert chosen.start("outbox", "new-epoch", "--yes").wait() == 0
+    assert chosen.one("SELECT max(epoch) FROM public.outbox_epoch") == 3
     drained(relay)
     assert consumer.consume() == once(ids, lost)
     assert place.extra(chosen) == set(lost)

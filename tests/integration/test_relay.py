@@ -326,6 +326,23 @@ def test_an_unknown_marker_opens_a_new_epoch_and_the_older_relay_refuses(bench: 
         assert bench.ids()[length:] == more
 
 
+def test_what_postgresql_lost_is_reported_once_and_no_more_than_was_looked_at(
+    bench: Bench, empty_database_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.relay._LOOKED_AT", 3)
+    lost = bench.write(5)
+    drain(bench.relay())
+    schemas.upgrade(empty_database_url, "outbox")
+    with Bench(empty_database_url, bench.redis_url, bench.prefix) as restored, caplog.at_level(logging.ERROR):
+        restored.write(2)
+        relay = restored.relay()
+        drain(relay)
+        drain(restored.relay())
+    (said,) = [r for r in caplog.records if getattr(r, "action", "") == "events_lost"]
+    assert (said.stream, said.events, said.ids) == (TOPIC, 3, lost[:1:-1])  # type: ignore[attr-defined]
+    assert "at least 3 events" in said.getMessage()
+
+
 # --- acceptance cases ---
 
 
