@@ -404,7 +404,7 @@ class Store:
             INSERT INTO {outbox_epoch} (epoch, timeline)
             SELECT epoch + 1, %(timeline)s::integer
             FROM (SELECT epoch, timeline FROM {outbox_epoch} ORDER BY epoch DESC LIMIT 1) newest
-            WHERE timeline <> %(timeline)s::integer
+            WHERE %(timeline)s::integer IS NOT NULL AND timeline IS DISTINCT FROM %(timeline)s::integer
             ON CONFLICT (epoch) DO NOTHING
             """),
             {"timeline": self.timeline(connection)},

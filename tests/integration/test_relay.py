@@ -11,6 +11,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any, ClassVar
@@ -24,7 +25,7 @@ from outbox import record
 from outbox import schema as schemas
 from outbox.embedded import PostgresServer, ValkeyServer
 from outbox.errors import SettingsError, StaleRelay, TransportError, TransportUnavailable
-from outbox.relay import Counts
+from outbox.relay import Counts, Relay
 from outbox.store import Store, Window
 from outbox.telemetry import Measurement, Published, StreamBehind, StreamFailed
 from outbox.transport import Marker, Part, StreamTransport
@@ -324,6 +325,34 @@ def test_an_unknown_marker_opens_a_new_epoch_and_the_older_relay_refuses(bench: 
         more = restored.write(2)
         drain(restored.relay())
         assert bench.ids()[length:] == more
+
+
+def test_one_epoch_for_a_timeline_however_many_relays_see_it(bench: Bench) -> None:
+    store = Store()
+    assert not store.follow_timeline(bench.db)
+    bench.db.execute("UPDATE public.outbox_epoch SET timeline = timeline + 1")
+    relays = [bench.relay() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(Relay._load, relays))
+    assert {relay._epoch for relay in relays} == {2}
+    assert bench.one("SELECT count(*), count(DISTINCT timeline) FROM public.outbox_epoch") == (2, 2)
+
+
+def test_a_server_that_does_not_say_its_timeline_begins_no_epoch(bench: Bench) -> None:
+    role = f"relay_{secrets.token_hex(4)}"
+    bench.db.execute(f"CREATE ROLE {role}; GRANT SELECT, INSERT ON public.outbox_epoch TO {role}")
+    bench.db.execute("UPDATE public.outbox_epoch SET timeline = timeline + 1")
+    try:
+        bench.db.execute("REVOKE EXECUTE ON FUNCTION pg_catalog.pg_walfile_name(pg_lsn) FROM PUBLIC")
+        bench.db.execute(f"SET ROLE {role}")
+        assert Store.timeline(bench.db) is None
+        assert not Store().follow_timeline(bench.db)
+        Store().open_epoch(bench.db, 2)
+        bench.db.execute("RESET ROLE")
+        assert bench.one("SELECT epoch, timeline FROM public.outbox_epoch ORDER BY epoch DESC LIMIT 1") == (2, None)
+        assert Store().follow_timeline(bench.db), "it says so again, and nobody knows what was in between"
+    finally:
+        bench.db.execute(f"RESET ROLE; DROP OWNED BY {role}; DROP ROLE {role}")
 
 
 def test_what_postgresql_lost_is_reported_once_and_no_more_than_was_looked_at(
