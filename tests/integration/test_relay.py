@@ -359,14 +359,27 @@ def test_what_postgresql_lost_is_reported_once_and_no_more_than_was_looked_at(
     bench: Bench, empty_database_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.relay._LOOKED_AT", 3)
+
+    class Full(StreamTransport):
+        refusals = 2
+
+        def publish(self, parts: Sequence[Part]) -> list[Marker | TransportError | None]:
+            self.refusals -= 1
+            return [TransportUnavailable("full", "OOM")] if self.refusals >= 0 else super().publish(parts)
+
     lost = bench.write(5)
     drain(bench.relay())
     schemas.upgrade(empty_database_url, "outbox")
     with Bench(empty_database_url, bench.redis_url, bench.prefix) as restored, caplog.at_level(logging.ERROR):
         restored.write(2)
-        relay = restored.relay()
+        relay = restored.relay(transport=Full.from_url(bench.redis_url, prefix=bench.prefix))
+        for _ in range(2):
+            restored.write(1)
+            with pytest.raises(TransportUnavailable):
+                drain(relay)
         drain(relay)
         drain(restored.relay())
+        assert set(restored.ids()) == {*lost, *restored.outbox()}
     (said,) = [r for r in caplog.records if getattr(r, "action", "") == "events_lost"]
     assert (said.stream, said.events, said.ids) == (TOPIC, 3, lost[:1:-1])  # type: ignore[attr-defined]
     assert "at least 3 events" in said.getMessage()
