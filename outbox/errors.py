@@ -97,7 +97,7 @@ class StaleRelay(OutboxError):
 
 
 class AlreadySealed(OutboxError):
-    """Another relay sealed this batch number first; this one stands by."""
+    """Another relay sealed this batch number first, or a pooler turned to another server; this one stands by and reads anew."""
 
     retryable = True
 

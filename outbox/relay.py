@@ -121,6 +121,7 @@ class Relay:
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="outbox-seal")
         self._connection: Connection | None = None
         self._epoch = 1
+        self._timeline: int | None = None
         self._seq = 0
         self._window = Window(BEGINNING, BEGINNING, 0, False)
         self._streams = Streams(settings, self._store, self._transport, self._observe)
@@ -241,14 +242,17 @@ class Relay:
             sealed = following
 
     def _load(self) -> None:
-        """Read where the outbox stands, after a start and whenever another relay may have moved it."""
+        """Read where the outbox stands, after a start and whenever another relay may have moved it, or a pooler leads to
+        another server."""
         connection = self._connect()
         if time.monotonic() >= self._partitions_due:
             self._make_partitions(connection)
-        if self._loaded:
+        looking = time.monotonic() >= self._check_due
+        if self._loaded and not (looking and self._store.timeline(connection) != self._timeline):
             return
         if self._store.is_foreign(connection):
             self._rebase(connection)
+        self._timeline = self._store.timeline(connection)
         followed = self._store.follow_timeline(connection)
         self._epoch = self._store.epoch(connection)
         if followed:
@@ -318,7 +322,7 @@ class Relay:
             seq=self._seq + 1, token="", epoch=self._epoch, prev=window.prev, snap=window.snap,
             after=window.after, last=rows[-1][POSITION], done=done, events=len(rows),
         )  # fmt: skip
-        batch = self._store.seal(connection, batch, parts)
+        batch = self._store.seal(connection, batch, parts, self._timeline)
         self._seq, self._window = batch.seq, batch.rest
         self._observe(Sealed(batch.seq, batch.events, len(parts)))
         # Made ready for the wire here, beside the publishing of the batch before.
@@ -556,7 +560,7 @@ class Relay:
         self._streams.load_groups(connection)
         for name, stream in list(self._streams.items()):
             try:
-                missing = self._streams.inspect(connection, name, self._epoch)
+                missing = self._streams.inspect(connection, name, self._epoch, self._timeline)
             except TransportUnavailable:
                 raise
             except TransportError as error:

@@ -57,6 +57,8 @@ _SELECTED: Final = (
     " AND (%(since)s::timestamptz IS NULL OR created_at >= %(since)s)"
     " AND (%(until)s::timestamptz IS NULL OR created_at < %(until)s)"
 )
+#: The server's timeline, in the first 8 hexadecimal digits of the name of a WAL file.
+_TIMELINE: Final = "('x' || left(pg_walfile_name(pg_current_wal_lsn()), 8))::bit(32)::integer"
 _BATCH: Final = "b.seq, b.token::text, b.epoch, b.prev::text, b.snap::text, b.after, b.last, b.done, b.events"
 
 
@@ -156,12 +158,15 @@ class Store:
             name: sql.Identifier(schema, name)
             for name in ("outbox", "outbox_batch", "outbox_stream", "outbox_epoch", "outbox_group")
         }
-        self._composed: dict[str, sql.Composed] = {}
+        self._composed: dict[tuple[str, int | None], sql.Composed] = {}
 
-    def _sql(self, statement: str) -> sql.Composed:
-        composed = self._composed.get(statement)
+    def _sql(self, statement: str, timeline: int | None = None) -> sql.Composed:
+        """The statement; ``{there}`` in it is a condition: the server is on this timeline, if one is given."""
+        composed = self._composed.get((statement, timeline))
         if composed is None:
-            composed = self._composed[statement] = sql.SQL(statement).format(**self._names)
+            there = sql.SQL("" if timeline is None else f"WHERE {_TIMELINE} = {timeline}")
+            composed = sql.SQL(statement).format(**self._names, there=there)
+            self._composed[statement, timeline] = composed
         return composed
 
     # --- reading the outbox ---
@@ -248,18 +253,24 @@ class Store:
 
     # --- batches ---
 
-    def seal(self, connection: Connection, batch: Batch, parts: Sequence[StreamPart]) -> Batch:
+    def seal(
+        self, connection: Connection, batch: Batch, parts: Sequence[StreamPart], timeline: int | None = None
+    ) -> Batch:
         """Seal a batch (its token is made here) with what it brings to each stream; durable when it returns.
 
+        Args:
+            timeline: where the batch was read; None: not known.
+
         Raises:
-            AlreadySealed: another relay has sealed this number.
+            AlreadySealed: another relay has sealed this number, or the server is on another timeline: behind a pooler,
+                nothing else tells a relay that its snapshots are another server's.
         """
         try:
             row = connection.execute(
                 self._sql("""
                 WITH sealed AS (
                     INSERT INTO {outbox_batch} (seq, epoch, prev, snap, after, last, done, events)
-                    VALUES (%s, %s, %s::pg_snapshot, %s::pg_snapshot, %s, %s, %s, %s)
+                    SELECT %s, %s, %s::pg_snapshot, %s::pg_snapshot, %s, %s, %s, %s {there}
                     RETURNING seq, token
                 ), parts AS (
                     INSERT INTO {outbox_stream} (stream, seq, lanes, events)
@@ -267,7 +278,7 @@ class Store:
                     FROM sealed, unnest(%s::text[], %s::integer[], %s::integer[]) AS part (stream, lanes, events)
                 )
                 SELECT token::text FROM sealed
-                """),
+                """, timeline),
                 (
                     batch.seq, batch.epoch, batch.prev, batch.snap, batch.after, batch.last, batch.done, batch.events,
                     [p.stream for p in parts], [p.lanes for p in parts], [p.events for p in parts],
@@ -275,7 +286,8 @@ class Store:
             ).fetchone()  # fmt: skip
         except psycopg.errors.UniqueViolation as error:
             raise AlreadySealed(f"batch {batch.seq} is another relay's") from error
-        assert row is not None
+        if row is None:
+            raise AlreadySealed(f"batch {batch.seq} was read on another timeline")
         return replace(batch, token=row[0])
 
     def newest(self, connection: Connection) -> Batch | None:
@@ -346,21 +358,22 @@ class Store:
         )
         return [GroupProgress(*row) for row in rows]
 
-    def see_groups(self, connection: Connection, groups: Sequence[Group]) -> None:
+    def see_groups(self, connection: Connection, groups: Sequence[Group], timeline: int | None = None) -> None:
         """Declare groups that are new, and write down how far they are; `acked` never goes back. A group that stands
-        still is written once a minute. Locks rows in order of the key; uses outbox_group_pkey."""
+        still is written once a minute. Nothing is, where the server is not on `timeline` (see `seal`). Locks rows in order
+        of the key; uses outbox_group_pkey."""
         ordered = sorted(groups, key=lambda group: (group.stream, group.name))
         connection.execute(
             self._sql("""
             INSERT INTO {outbox_group} AS g (stream, name, acked)
-            SELECT * FROM unnest(%s::text[], %s::text[], %s::bigint[])
+            SELECT * FROM unnest(%s::text[], %s::text[], %s::bigint[]) {there}
             ON CONFLICT (stream, name) DO UPDATE
             SET acked = greatest(g.acked, excluded.acked), seen_at = clock_timestamp(),
                 acked_at = CASE WHEN excluded.acked > g.acked THEN clock_timestamp() ELSE g.acked_at END
             WHERE excluded.acked > g.acked OR g.seen_at < clock_timestamp() - interval '1 minute'
-            """),
+            """, timeline),
             ([g.stream for g in ordered], [g.name for g in ordered], [g.acked for g in ordered]),
-        )
+        )  # fmt: skip
 
     def drop_group(self, connection: Connection, name: str) -> list[str]:
         """Forget a group; returns the streams that it was declared for."""
@@ -416,10 +429,7 @@ class Store:
         """The server's timeline: a stand-by begins a new one when it is promoted, and so does a restore to a point in time.
         None: it does not say (a stand-by, and services that only speak like PostgreSQL)."""
         try:
-            row = connection.execute("""
-                SELECT CASE WHEN NOT pg_is_in_recovery()
-                    THEN ('x' || left(pg_walfile_name(pg_current_wal_lsn()), 8))::bit(32)::integer END
-            """).fetchone()
+            row = connection.execute(f"SELECT CASE WHEN NOT pg_is_in_recovery() THEN {_TIMELINE} END").fetchone()
         except (
             psycopg.errors.FeatureNotSupported,
             psycopg.errors.InsufficientPrivilege,

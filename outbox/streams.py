@@ -109,7 +109,7 @@ class Streams(dict[str, Stream]):
             if group.stream in self:
                 self[group.stream].acked[group.name] = group.acked
 
-    def inspect(self, connection: Connection, name: str, epoch: int) -> int:
+    def inspect(self, connection: Connection, name: str, epoch: int, timeline: int | None) -> int:
         """Look how far the groups of a stream are, write it down, and trim what all of them have acknowledged.
 
         Batches of another epoch than `epoch` may be others of the same number: of them nothing is known to be acknowledged.
@@ -130,7 +130,7 @@ class Streams(dict[str, Stream]):
         seen = [Group(name, group.name, min(group.acked or 0, stream.seq)) for group in state.groups]
         if state.missing or state.epoch != epoch:
             seen = [replace(group, acked=0) for group in seen]  # what they skipped is not acknowledged
-        self._store.see_groups(connection, seen)
+        self._store.see_groups(connection, seen, timeline)
         return state.missing
 
     # --- back-pressure ---

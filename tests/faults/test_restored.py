@@ -4,6 +4,7 @@ cluster, a snapshot of the disk comes up again. The servers, stand-bys and archi
 from __future__ import annotations
 
 import logging
+import math
 import os
 import subprocess
 import threading
@@ -277,6 +278,48 @@ def test_a_ledger_that_goes_back_with_the_outbox_gets_its_events_again(place: Pl
     ids += new.write(2)
     drained(relay)
     assert new.consume() == once(ids)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("looks", [True, False], ids=["looks", "seals at once"])
+def test_a_pooler_turns_to_the_new_primary_and_the_relay_does_not_notice(
+    place: Place, looks: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its connection goes on, and what it remembers, snapshots too, is the old primary's."""
+    old, relay, consumer = place.old, place.relay(), place.consumer
+    ids = old.write(6)
+    drain(relay)
+    consumer.consume()
+    standby = place.standby()
+    hold_back(place.primary, standby)
+    for _ in range(50):  # transactions of others, which the stand-by does not have
+        old.db.execute("SELECT pg_current_xact_id()")
+    drain(relay)
+    lost = old.write(4)
+    drain(relay)
+    consumer.consume()
+    for _ in range(50):
+        old.db.execute("SELECT pg_current_xact_id()")
+    drain(relay)
+    place.primary.kill()
+    promote(standby)
+    new = place.turn(standby)
+    relay._connection = new.connect(autocommit=True)
+    ids += new.write(6)  # by transaction ids that the old primary's snapshots take for finished
+    if not looks:
+        for _ in range(200):
+            new.db.execute("SELECT pg_current_xact_id()")
+        ids += new.write(3)
+    relay._check_due, relay._groups_due = (0 if looks else math.inf), 0
+    with caplog.at_level(logging.ERROR):
+        drained(relay)
+    assert new.one("SELECT coalesce(max(acked), 0) FROM public.outbox_group") <= 2, (
+        "what another timeline's batches were"
+    )
+    assert new.one("SELECT max(epoch) FROM public.outbox_epoch") == 2
+    assert consumer.consume() == once(ids, lost)
+    assert place.extra(new) == set(lost)
+    assert new.one("SELECT count(*) = max(seq) FROM public.outbox_batch")
 
 
 @pytest.mark.long
