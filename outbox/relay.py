@@ -41,6 +41,7 @@ from outbox.store import (
     Store,
     StreamPart,
     Window,
+    reading,
 )
 from outbox.streams import Stream, Streams
 from outbox.telemetry import (
@@ -68,6 +69,8 @@ _CATCH_UP_SECONDS = 0.25
 _AHEAD = 2
 #: Entries of a stream that are compared with the outbox after PostgreSQL went back, and lost ids that are named.
 _LOOKED_AT, _SHOWN = 100_000, 20
+#: How long publishing to a stream may wait for that comparison.
+_LOOKING_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -126,6 +129,7 @@ class Relay:
         self._window = Window(BEGINNING, BEGINNING, 0, False)
         self._streams = Streams(settings, self._store, self._transport, self._observe)
         self._reported: dict[str, Marker] = {}
+        self._too_large = False  # the outbox, for `_report_lost`
         self._loaded = False
         self._check_due = 0.0
         self._partitions_due = 0.0
@@ -524,29 +528,38 @@ class Relay:
         return oldest is not None and marker.seq < oldest
 
     def _report_lost(self, connection: Connection, name: str, found: Marker) -> None:
-        """Say which events of a stream are no longer in the outbox: they were published before PostgreSQL went back."""
+        """Say which events of a stream are no longer in the outbox: they were published before PostgreSQL went back.
+
+        The outbox has no index on ids; where it is too large to be read in `_LOOKING_SECONDS`, only that is said.
+        """
         if self._reported.get(name) == found:
             return
+        lost: list[str] | None = None
         try:
             published = self._transport.ids_after(name, self._streams[name].needed, _LOOKED_AT)
+            if not self._too_large:
+                with reading(connection, _LOOKING_SECONDS):
+                    known = self._store.known(connection, published)
+                lost = [str(event_id) for event_id in published if event_id not in known]
         except TransportUnavailable:
             raise
         except TransportError as error:
             self._blame(name, error)
             return
-        known = self._store.known(connection, published)
-        lost = [event_id for event_id in published if event_id not in known]
+        except psycopg.errors.QueryCanceled:
+            self._too_large = True
         self._reported[name] = found
-        if not lost:
+        if lost == []:
             return
+        number, shown = (None, []) if lost is None else (len(lost), lost[:_SHOWN])
+        how_many = "perhaps" if number is None else f"{number}" if len(published) < _LOOKED_AT else f"at least {number}"
         _log.error(
-            "stream %s holds %s%d events that PostgreSQL no longer has: published before it went back, and perhaps applied. "
-            "`consumer reconcile` lists, as extra, all that a consumer has applied of them; the newest are %s",
-            name, "at least " if len(published) == _LOOKED_AT else "", len(lost),
-            ", ".join(map(str, lost[:_SHOWN])),
-            extra={"action": "events_lost", "stream": name, "events": len(lost), "ids": [*map(str, lost[:_SHOWN])]},
+            "stream %s holds events that PostgreSQL no longer has, %s: published before it went back, and perhaps applied. "
+            "`consumer reconcile` lists, as extra, all that a consumer has applied of them. The newest: %s",
+            name, how_many, ", ".join(shown) or "not looked for, the outbox is too large",
+            extra={"action": "events_lost", "stream": name, "events": number, "ids": shown},
         )  # fmt: skip
-        self._observe(EventsLost(name, len(lost)))
+        self._observe(EventsLost(name, number))
 
     # --- groups, retention ---
 

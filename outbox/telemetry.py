@@ -68,10 +68,13 @@ class Trimmed:
 
 @dataclass(frozen=True, slots=True)
 class EventsLost:
-    """A stream holds `events` that PostgreSQL no longer has: it went back (failover, restore) after they were published."""
+    """A stream holds `events` that PostgreSQL no longer has: it went back (failover, restore) after they were published.
+
+    None: it may hold some; the outbox was too large to look.
+    """
 
     stream: str
-    events: int
+    events: int | None
 
 
 @dataclass(frozen=True, slots=True)
