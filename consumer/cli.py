@@ -28,12 +28,13 @@ from outbox.cli import (
     AsJson,
     LogLevel,
     Strict,
+    StrictStart,
     TransactionSeconds,
     configure_logging,
     report,
     run_app,
     run_migrate,
-    stop_on_signals,
+    started,
 )
 from outbox.doctor import TRANSACTION_SECONDS, Limits
 from outbox.errors import OutboxError, SettingsError
@@ -70,18 +71,21 @@ def migrate(
 def run(
     target: Target,
     schema: Schema = None,
+    strict: StrictStart = False,
     log_level: LogLevel = "info",
 ) -> None:
-    """Consume until SIGTERM or Ctrl-C; run as many processes as you like."""
+    """Consume until SIGTERM or Ctrl-C; run as many processes as you like.
+
+    Exit code 78: with --strict, something dangerous was found.
+    """
     configure_logging(log_level)
     consumer = _loaded(target)
-    overrides: dict[str, Any] = {"schema_name": schema} if schema else {}
-    settings = ConsumerSettings(**overrides)
+    settings = _settings(schema, strict)
     worker = Worker(consumer, settings)
-    stop_on_signals(worker.stop)
     log = logging.getLogger("consumer")
-    log.info("consumer %s started", consumer.name, extra={"action": "consumer_started"})
-    worker.run()
+    with started(worker.stop, lambda: examine(consumer, settings), strict=settings.strict):
+        log.info("consumer %s started", consumer.name, extra={"action": "consumer_started"})
+        worker.run()
     log.info("consumer %s stopped", consumer.name, extra={"action": "consumer_stopped"})
 
 
@@ -97,9 +101,8 @@ def doctor(
 
     Exit code: 0 no errors, 1 errors, 2 with --strict warnings.
     """
-    overrides: dict[str, Any] = {"schema_name": schema} if schema else {}
     limits = Limits(transaction_seconds=transaction_seconds)
-    findings = examine(_loaded(target), ConsumerSettings(**overrides), limits)
+    findings = examine(_loaded(target), _settings(schema), limits)
     report(findings, as_json=as_json, strict=strict)
 
 
@@ -120,8 +123,7 @@ def reconcile(
     Exit code 0: nothing is missing and nothing extra; 3: something is.
     """
     consumer = _loaded(target)
-    overrides: dict[str, Any] = {"schema_name": schema} if schema else {}
-    settings = ConsumerSettings(**overrides)
+    settings = _settings(schema)
     theirs: dict[str, Any] = {"schema_name": outbox_schema} if outbox_schema else {}
     if os.environ.get("OUTBOX_DATABASE_URL"):
         theirs["database_url"] = os.environ["OUTBOX_DATABASE_URL"]
@@ -148,6 +150,11 @@ def reconcile(
             typer.echo(f"{steps[-1].events if steps else 0:,} published again for {consumer.name} alone", err=True)
     if report.missing_count or report.extra_count:
         raise typer.Exit(3)
+
+
+def _settings(schema: str | None, strict: bool = False) -> ConsumerSettings:
+    overrides: dict[str, Any] = ({"schema_name": schema} if schema else {}) | ({"strict": True} if strict else {})
+    return ConsumerSettings(**overrides)
 
 
 def _lines(report: Report) -> Iterator[str]:

@@ -10,6 +10,7 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from typing import Annotated, Any
@@ -22,9 +23,11 @@ from outbox import operations
 from outbox import replay as replays
 from outbox import schema as schemas
 from outbox.doctor import TRANSACTION_SECONDS, Finding, Limits, examine
-from outbox.errors import OutboxError, SettingsError
+from outbox.errors import NotStarted, OutboxError, SettingsError
 from outbox.relay import Relay
+from outbox.retry import Stop
 from outbox.settings import RelaySettings, check_schema, database_url_from_environment
+from outbox.startup import examined
 
 app = typer.Typer(
     name="outbox",
@@ -41,6 +44,13 @@ Schema = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON list instead.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Exit code 2 when there are warnings and no errors.")]
+StrictStart = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        help="Do not start where `doctor` finds danger, instead of warning. See OUTBOX_STRICT and CONSUMER_STRICT.",
+    ),
+]
 TransactionSeconds = Annotated[
     float, typer.Option("--transaction-seconds", min=0, help="Warn of transactions that are open for longer.")
 ]
@@ -57,13 +67,17 @@ def migrate(
 
 
 @app.command()
-def relay(schema: Schema = None, log_level: LogLevel = "info") -> None:
-    """Publish the outbox to Redis streams until SIGTERM or Ctrl-C; run as many as you like, one works at a time."""
+def relay(schema: Schema = None, strict: StrictStart = False, log_level: LogLevel = "info") -> None:
+    """Publish the outbox to Redis streams until SIGTERM or Ctrl-C; run as many as you like, one works at a time.
+
+    Exit code 78: with --strict, something dangerous was found.
+    """
     configure_logging(log_level)
-    running = Relay(_settings(schema))
-    stop_on_signals(running.stop)
-    logging.getLogger("outbox").info("relay started", extra={"action": "relay_started"})
-    running.run()
+    settings = _settings(schema, strict)
+    running = Relay(settings)
+    with started(running.stop, lambda: examine(settings), strict=settings.strict):
+        logging.getLogger("outbox").info("relay started", extra={"action": "relay_started"})
+        running.run()
     logging.getLogger("outbox").info("relay stopped", extra={"action": "relay_stopped"})
 
 
@@ -172,8 +186,8 @@ def _instant(option: str, text: str | None) -> datetime | None:
         raise SettingsError(f"{option}: is not a time like 2026-01-31T12:00:00+03:00") from None
 
 
-def _settings(schema: str | None) -> RelaySettings:
-    overrides: dict[str, Any] = {"schema_name": schema} if schema else {}
+def _settings(schema: str | None, strict: bool = False) -> RelaySettings:
+    overrides: dict[str, Any] = ({"schema_name": schema} if schema else {}) | ({"strict": True} if strict else {})
     return RelaySettings(**overrides)
 
 
@@ -263,14 +277,28 @@ def stop_on_signals(stop: Callable[[], None]) -> None:
     signal.signal(signal.SIGINT, first)
 
 
+@contextmanager
+def started(stop: Callable[[], None], look: Callable[[], list[Finding]], *, strict: bool) -> Iterator[None]:
+    """What is around the work of a command that runs for long: signals, and the look of `outbox.startup`."""
+    stopping = Stop()
+
+    def both() -> None:
+        stopping.set()
+        stop()
+
+    stop_on_signals(both)
+    with examined(look, strict=strict, stopping=stopping):
+        yield
+
+
 def run_app(application: typer.Typer) -> None:
-    """Run a command; our errors and the databases' are one line on standard error and exit code 1."""
+    """Run a command; our errors and the databases' are one line on standard error and exit code 1 (78: not started)."""
     try:
         application()
     except (OutboxError, psycopg.Error, sqlalchemy.exc.SQLAlchemyError) as error:
         cause = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) and error.orig else error
         typer.echo(f"error: {' '.join(str(cause).split())}", err=True)
-        raise SystemExit(1) from None
+        raise SystemExit(os.EX_CONFIG if isinstance(error, NotStarted) else 1) from None
 
 
 def main() -> None:

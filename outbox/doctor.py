@@ -114,6 +114,26 @@ def error(code: str, what: str, do: str) -> Finding:
     return Finding(code, "error", what, do)
 
 
+#: Outages: the look is to be taken again.
+_AWAY: Final = frozenset({"database-unavailable", "redis-unavailable"})
+#: Errors that pass, which relay and consumers name when they meet them, and wait for.
+_PASSING: Final = frozenset({"redis-memory", "redis-aof", "redis-snapshot", "stream-unusable"})
+#: Warnings by which events are lost, streams stand still, or the worst cannot be seen.
+_GRAVE: Final = frozenset({"database-synchronous-commit", "redis-cluster", "redis-info"})
+
+
+def dangerous(finding: Finding) -> bool:
+    """Whether it means loss or standing still, and does not pass by itself: what is looked for at the start."""
+    if finding.level == "error":
+        return finding.code not in _AWAY | _PASSING
+    return finding.level == "warning" and finding.code in _GRAVE
+
+
+def away(finding: Finding) -> bool:
+    """Whether a server did not answer, so that what it was to be asked is not known."""
+    return finding.code in _AWAY
+
+
 class Examination:
     """Findings as they are made; a server that does not answer is one of them."""
 

@@ -18,6 +18,10 @@ class SettingsError(OutboxError):
     """A setting is missing, malformed or contradicts another; nothing was started."""
 
 
+class NotStarted(OutboxError):
+    """A command that is to be strict found something dangerous; nothing was started. Says what, and what to do."""
+
+
 class InvalidEvent(OutboxError, ValueError):
     """An event breaks a rule and was refused before any SQL: the caller's transaction is untouched.
 

@@ -137,6 +137,9 @@ class Settings(BaseSettings):
     redis_timeout_seconds: float = Field(default=5 * _SECOND, gt=0, le=300)
     #: File touched after every round of work, for health checks of a container. Default: none.
     heartbeat_file: str | None = None
+    #: Whether the command refuses to start where the doctor finds danger, and waits for servers that do not answer, instead
+    #: of warning in the log. Default: no.
+    strict: bool = False
 
     #: Environment prefix, for error messages.
     prefix: ClassVar[str] = "OUTBOX_"

@@ -23,6 +23,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"writer", "retention", "streams"},
         {"relay", "replay"},
         {"operations", "doctor"},
+        {"startup"},
         {"cli"},
     ],
     "consumer": [
