@@ -72,6 +72,10 @@ class TransportUnavailable(TransportError):
     """The server cannot be reached or cannot work now: refused, timed out, loading, read-only, failing over."""
 
 
+class NotYetSafe(TransportUnavailable):
+    """What was published is in the stream, but not yet at as many replicas or on disk as was asked for (OUTBOX_WAIT_…)."""
+
+
 class StreamUnusable(TransportError):
     """One stream cannot be used (its key holds another type, …); the others can."""
 

@@ -26,7 +26,7 @@ import psycopg
 
 from outbox import schema as schemas
 from outbox.envelope import Run, wire
-from outbox.errors import AlreadySealed, OutboxError, StaleRelay, TransportError, TransportUnavailable
+from outbox.errors import AlreadySealed, NotYetSafe, OutboxError, StaleRelay, TransportError, TransportUnavailable
 from outbox.retention import drop_old
 from outbox.retry import Stop, database_away, until_done
 from outbox.settings import RelaySettings
@@ -52,10 +52,11 @@ from outbox.telemetry import (
     StandBy,
     StreamBehind,
     StreamFailed,
+    WaitedInVain,
     guarded,
 )
 from outbox.transport import Marker, Part, StreamTransport, Transport
-from outbox.transport.base import stream_of, topic_of
+from outbox.transport.base import Wait, stream_of, topic_of
 
 T = TypeVar("T")
 
@@ -117,6 +118,7 @@ class Relay:
             settings.redis_url.get_secret_value(),
             prefix=settings.key_prefix,
             timeout_seconds=settings.redis_timeout_seconds,
+            wait=Wait(settings.wait_replicas, settings.wait_aof, settings.wait_timeout_seconds),
         )
         self._observe = guarded(observer)
         self._store = Store(settings.schema_name)
@@ -143,7 +145,8 @@ class Relay:
 
         Raises:
             SchemaError: the tables are missing or of another revision.
-            SettingsError: a topic is set to another number of lanes than it has, or a pooler is in statement mode.
+            SettingsError: a topic is set to another number of lanes than it has, a pooler is in statement mode, or Redis knows
+                no WAITAOF.
         """
         pause = self._settings.poll_min_seconds
         try:
@@ -194,7 +197,7 @@ class Relay:
 
         Raises:
             psycopg.OperationalError: PostgreSQL cannot be reached or cannot work.
-            TransportUnavailable: Redis cannot be reached or cannot work.
+            TransportUnavailable: Redis cannot be reached or cannot work; NotYetSafe, one of them: see OUTBOX_WAIT_REPLICAS.
             StaleRelay: this database is not the one that publishes now.
             SchemaError, SettingsError: see `run`.
         """
@@ -217,8 +220,10 @@ class Relay:
             self._observe(StandBy(self._seq + 1))
             self._loaded = False
             counts.standing_by = True
-        except BaseException:
+        except BaseException as error:
             self._loaded = False
+            if isinstance(error, NotYetSafe):
+                self._observe(WaitedInVain(error.code))
             raise
         counts.behind = sum(not stream.current for stream in self._streams.values())
         return counts
@@ -269,6 +274,7 @@ class Relay:
         self._seq = newest.seq if newest else 0
         self._window = newest.rest if newest else Window(BEGINNING, BEGINNING, 0, False)
         self._streams.load(connection)
+        self._transport.confirm(list(self._streams))  # before what the markers show is believed, and more published
         self._check_due = 0.0
         self._loaded = True
 

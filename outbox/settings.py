@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
@@ -199,6 +199,14 @@ class RelaySettings(Settings):
     max_stream_length: int = Field(default=1_000_000, ge=1)
     #: Share of Redis' maxmemory in use beyond which the relay pauses all streams. Default 0.8.
     max_memory_share: float = Field(default=0.8, gt=0, le=1)
+    #: Replicas that must have a batch before the next is published (WAIT). While fewer have it, nothing is published. It
+    #: costs each round trip to Redis the replicas' one besides. Default 0.
+    wait_replicas: int = Field(default=0, ge=0, le=100)
+    #: Whether a batch must also be on disk (WAITAOF, Redis 7.2 or newer, or Valkey): ``local``: the server's; ``all``: and
+    #: that of ``wait_replicas`` replicas; ``no``. With ``appendfsync everysec`` that takes up to a second. Default ``no``.
+    wait_aof: Literal["no", "local", "all"] = "no"
+    #: How long to wait for either, in seconds, before it is a failure, after which the relay pauses and waits again. Default 2.
+    wait_timeout_seconds: float = Field(default=2 * _SECOND, ge=0.001, le=60)
     #: Positions in one partition of the outbox. Whole partitions are dropped, never rows. Default 1,000,000.
     partition_rows: int = Field(default=1_000_000, ge=1000, le=1_000_000_000)
     #: Empty partitions kept ahead of the newest position. Default 3.
@@ -207,6 +215,10 @@ class RelaySettings(Settings):
     def model_post_init(self, _context: Any) -> None:
         if self.poll_min_seconds > self.poll_max_seconds:
             raise SettingsError("OUTBOX_POLL_MIN_SECONDS must not be longer than OUTBOX_POLL_MAX_SECONDS")
+        if self.wait_aof == "all" and not self.wait_replicas:
+            raise SettingsError(
+                "OUTBOX_WAIT_AOF is all, but OUTBOX_WAIT_REPLICAS is 0: say of how many, or set it to local"
+            )
 
 
 def database_url_from_environment() -> str:

@@ -43,6 +43,13 @@ class StreamFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class WaitedInVain:
+    """What was published was not as safe in time as OUTBOX_WAIT_… asks; the relay publishes nothing more before it is."""
+
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
 class StreamBehind:
     """A stream lacks batches that were sealed: it is new, it failed, or Redis lost data. `after` is the last it has."""
 
@@ -106,6 +113,7 @@ Measurement = (
     Sealed
     | Published
     | StreamFailed
+    | WaitedInVain
     | StreamBehind
     | StreamPaused
     | Trimmed

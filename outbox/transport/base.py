@@ -16,7 +16,7 @@ import uuid
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from outbox.envelope import Run
 from outbox.errors import TransportError
@@ -96,6 +96,21 @@ class Part:
     def events(self) -> int:
         """How many events these are."""
         return sum(map(len, self.runs))
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """How safe a batch must be before more is published.
+
+    Attributes:
+        replicas: so many replicas have it.
+        aof: ``local``: it is on the server's disk; ``all``: and on that of so many replicas; ``no``: wherever.
+        timeout_seconds: how long to wait for it.
+    """
+
+    replicas: int = 0
+    aof: Literal["no", "local", "all"] = "no"
+    timeout_seconds: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +222,20 @@ class Transport(Protocol):
         """Publish each part whose expected marker is there. Returns for each part the marker now there, or its error.
 
         The part is in the stream if, and only if, the marker returned is its own. Parts are independent of each other.
+
+        Raises:
+            NotYetSafe: parts are in their streams, but not as safe as this transport is to `Wait` for; see `confirm`.
+        """
+
+    def confirm(self, streams: Sequence[str]) -> None:
+        """Wait until what was ever published to any stream of the server is as safe as this transport is to `Wait` for.
+
+        Args:
+            streams: those known; one of them is needed for a write that changes nothing.
+
+        Raises:
+            NotYetSafe: it is not, in time.
+            SettingsError: this server cannot do it.
         """
 
     def inspect(self, stream: str, *, groups: Sequence[str] = (), keep_seconds: float | None = None) -> StreamState:

@@ -10,6 +10,7 @@
 --            keep    seconds for which the outbox keeps events, for consumers to compare with their ledger's
 --            since   id of the first entry after the marker's last restart: from there on batches are numbered upwards
 --            absent  entries-added minus length at that restart, plus what we trimmed since (see inspect.lua)
+--            waited  says nothing: written to have something to wait for (see confirm in stream.py)
 -- ARGV[1]  the marker expected ('' for none)
 -- ARGV[2]  the marker afterwards ('' to look only)
 -- ARGV[3]  number of lanes

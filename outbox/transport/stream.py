@@ -28,8 +28,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
 from outbox.envelope import Run
-from outbox.errors import GroupLost, StreamUnusable, TransportError, TransportUnavailable
-from outbox.transport.base import Claim, Delivery, GroupState, Marker, Part, ServerFacts, StreamInfo, StreamState
+from outbox.errors import GroupLost, NotYetSafe, SettingsError, StreamUnusable, TransportError, TransportUnavailable
+from outbox.transport.base import Claim, Delivery, GroupState, Marker, Part, ServerFacts, StreamInfo, StreamState, Wait
 
 T = TypeVar("T")
 
@@ -67,18 +67,28 @@ class StreamTransport:
         client: any redis-py client (`decode_responses` and `protocol` as you like). Its socket time-out must be longer
             than the longest block of `read`. Commands are safe to repeat, so its retries do no harm.
         prefix: put before every key.
+        wait: how safe what is published must be. A connection must wait longer for a reply than this does.
     """
 
-    def __init__(self, client: redis.Redis, prefix: str = "") -> None:
+    def __init__(self, client: redis.Redis, prefix: str = "", wait: Wait | None = None) -> None:
         self._client = client
         self._prefix = prefix
+        self._wait = wait or Wait()
         self._shas: dict[str, str] = {}
 
     @classmethod
     def from_url(
-        cls, url: str, *, prefix: str = "", timeout_seconds: float = 5.0, block_seconds: float = 0.0
+        cls,
+        url: str,
+        *,
+        prefix: str = "",
+        timeout_seconds: float = 5.0,
+        block_seconds: float = 0.0,
+        wait: Wait | None = None,
     ) -> StreamTransport:
-        """A transport with a connection of its own, which waits `timeout_seconds` beyond `block_seconds` for a reply."""
+        """A transport with a connection of its own, which waits `timeout_seconds` for a reply, beyond `block_seconds` and
+        what `wait` may take."""
+        block_seconds += sum(wait.timeout_seconds for _ in _waits(wait)) if wait else 0
         client = redis.Redis.from_url(
             url,
             socket_timeout=timeout_seconds + block_seconds,
@@ -86,7 +96,7 @@ class StreamTransport:
             socket_keepalive=True,
             retry=Retry(NoBackoff(), 0),
         )
-        return cls(client, prefix)
+        return cls(client, prefix, wait)
 
     def close(self) -> None:
         self._client.close()
@@ -100,17 +110,56 @@ class StreamTransport:
         return _Prepared(runs, _packed(runs))
 
     def publish(self, parts: Sequence[Part]) -> list[Marker | TransportError | None]:
-        return self._publish([
+        waits = _waits(self._wait)
+        replies = self._script("publish", [
             (part.stream, (part.expected or "", part.marker, part.lanes, _packed(part.runs), part.keep_seconds,
                            int(part.restart)))
             for part in parts
-        ])  # fmt: skip
+        ], *waits)  # fmt: skip
+        answers = [_marker(reply) for reply in replies[: len(parts)]]
+        if any(answer == part.marker for part, answer in zip(parts, answers, strict=True)):
+            self._see_safe(waits, replies[len(parts) :])
+        return answers
+
+    def confirm(self, streams: Sequence[str]) -> None:
+        waits = _waits(self._wait)
+        if self._wait.aof != "no" and self._asked(b"COMMAND", b"INFO", "WAITAOF") == [None]:
+            raise SettingsError(
+                f"OUTBOX_WAIT_AOF: is {self._wait.aof}, but this server does not know WAITAOF: it takes Redis 7.2 or newer, or "
+                "Valkey"
+            )
+        for stream in streams if waits else ():
+            # A server waits for what the connection wrote last, and for nothing on a new one: so it writes, in the order
+            # of all other writes.
+            written, *replies = self._pipeline([(b"HSET", f"{self._key(stream)}:relay", "waited", "1"), *waits])
+            if not isinstance(written, RedisError):
+                return self._see_safe(waits, replies)
+            if not isinstance(_translated(written), StreamUnusable):
+                return None  # it takes no writes now: nothing is published either, and that error says more
+        return None
+
+    def _see_safe(self, waits: Sequence[tuple[Any, ...]], replies: Sequence[Any]) -> None:
+        """See that the replies to `waits` say what was asked for."""
+        for (name, *wanted, _timeout), reply in zip(waits, replies, strict=True):
+            if isinstance(reply, RedisError):
+                found = f"{name.decode()} is refused: {reply}"
+            else:
+                there = reply if isinstance(reply, list) else [reply]
+                if all(have >= want for have, want in zip(there, wanted, strict=True)):
+                    continue
+                places = ("server's disk", "replicas' disks") if len(wanted) == 2 else ("replicas",)
+                found = ", ".join(
+                    f"{place}: {have} of {want}"
+                    for have, want, place in zip(there, wanted, places, strict=True)
+                    if want
+                )
+                found += f" within {self._wait.timeout_seconds:g} s"
+            raise NotYetSafe(
+                f"Redis: what was published is not safe yet, nothing more is before: {found}", name.decode()
+            )
 
     def _publish(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Marker | TransportError | None]:
-        replies = self._script("publish", calls)
-        return [
-            _translated(reply) if isinstance(reply, RedisError) else Marker.parse(reply.decode()) for reply in replies
-        ]
+        return [_marker(reply) for reply in self._script("publish", calls)]
 
     def inspect(self, stream: str, *, groups: Sequence[str] = (), keep_seconds: float | None = None) -> StreamState:
         arguments = ("" if keep_seconds is None else round(keep_seconds * 1000), *groups)
@@ -153,13 +202,22 @@ class StreamTransport:
     def drop_group(self, group: str, stream: str) -> None:
         _settle(self._pipeline([(b"XGROUP", b"DESTROY", self._key(stream), group)]))
 
-    def _script(self, name: str, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
-        """Run a script for each stream, in one round trip; loads it again when the server has forgotten it."""
+    def _script(self, name: str, calls: Sequence[tuple[str, tuple[Any, ...]]], *then: tuple[Any, ...]) -> list[Any]:
+        """Run a script for each stream, and then some commands, in one round trip; loads it again when the server has
+        forgotten it."""
         for attempt in (1, 2):
-            replies = self._pipeline([
-                (b"EVALSHA", self._load(name), 2, self._key(stream), f"{self._key(stream)}:relay", *map(_argument, args))
+            scripts = [
+                (
+                    b"EVALSHA",
+                    self._load(name),
+                    2,
+                    self._key(stream),
+                    f"{self._key(stream)}:relay",
+                    *map(_argument, args),
+                )
                 for stream, args in calls
-            ])  # fmt: skip
+            ]
+            replies = self._pipeline([*scripts, *then])
             if attempt == 1 and any(isinstance(reply, NoScriptError) for reply in replies):
                 self._shas.clear()
                 continue
@@ -337,6 +395,21 @@ class _Prepared(list[Run]):
 
 
 _pack = msgspec.msgpack.Encoder().encode
+
+
+def _marker(reply: Any) -> Marker | TransportError | None:
+    return _translated(reply) if isinstance(reply, RedisError) else Marker.parse(reply.decode())
+
+
+def _waits(wait: Wait) -> list[tuple[Any, ...]]:
+    """The commands that wait for what this connection has written; each takes `timeout_seconds` at most."""
+    milliseconds = max(1, round(wait.timeout_seconds * 1000))
+    found: list[tuple[Any, ...]] = []
+    if wait.replicas and wait.aof != "all":
+        found.append((b"WAIT", wait.replicas, milliseconds))
+    if wait.aof != "no":
+        found.append((b"WAITAOF", 1, wait.replicas if wait.aof == "all" else 0, milliseconds))
+    return found
 
 
 def _packed(runs: Sequence[Run]) -> bytes:

@@ -18,8 +18,8 @@ import redis
 
 from outbox.embedded import ValkeyServer, redis_servers
 from outbox.envelope import Run, wire
-from outbox.errors import GroupLost, StreamUnusable, TransportError, TransportUnavailable
-from outbox.transport import Claim, Delivery, Marker, MemoryTransport, Part, StreamTransport, Transport
+from outbox.errors import GroupLost, NotYetSafe, StreamUnusable, TransportError, TransportUnavailable
+from outbox.transport import Claim, Delivery, Marker, MemoryTransport, Part, StreamTransport, Transport, Wait
 from outbox.transport.base import GroupState, StreamInfo, StreamState, stream_of, streams_of, topic_of
 from tests.waiting import eventually
 
@@ -209,6 +209,28 @@ def test_an_unexpected_marker_refuses_the_batch_and_is_told(there: Any, expected
 def test_a_marker_that_is_expected_and_missing_refuses_the_batch(there: Any) -> None:
     assert there.transport.publish([part(2, marker(1))]) == [None]
     assert in_stream(there) == []
+
+
+def test_without_a_wait_there_is_nothing_to_confirm(there: Any) -> None:
+    there.transport.confirm([])
+    there.transport.confirm(["a"])
+    assert there.transport.markers(["a"]) == {"a": None}
+    assert there.transport.publish([part(1)]) == [marker(1)]
+    there.transport.confirm(["a"])
+    assert there.transport.markers(["a"]) == {"a": marker(1)}
+
+
+@pytest.mark.parametrize(
+    "wait", [Wait(replicas=1, timeout_seconds=0.01), Wait(1, "all", 0.01)], ids=["WAIT", "WAITAOF"]
+)
+def test_what_is_not_safe_in_time_is_published_all_the_same(server: Server, wait: Wait) -> None:
+    """No replica is there, and nothing is written to disk."""
+    transport = StreamTransport(server.raw, server.prefix, wait)
+    with pytest.raises(NotYetSafe, match=r"replicas: 0 of 1 within 0\.01 s|WAITAOF is refused"):
+        transport.publish([part(1, events=3)])
+    assert transport.markers(["a"]) == {"a": marker(1)}
+    assert len(server.entries("a")) == 3
+    assert transport.publish([part(2)]) == [marker(1)], "what is refused is not waited for"
 
 
 def test_streams_of_one_batch_are_independent(there: Any) -> None:
