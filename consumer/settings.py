@@ -32,8 +32,8 @@ class ConsumerSettings(Settings):
     #: How often to look for deliveries to take over, in seconds. Default 1. Looks that take long, since pending lists are,
     #: are made less often: a fiftieth of the time, but four times in ``claim_seconds`` at least.
     check_seconds: float = Field(default=1.0, gt=0, le=60)
-    #: Longest pause between tries while Redis or PostgreSQL fails, in seconds; pauses grow from 0.05 with jitter. Default 2.
-    backoff_max_seconds: float = Field(default=2.0, gt=0, le=60)
+    #: Longest pause between tries while Redis or PostgreSQL fails, in seconds; pauses grow from 0.05 with jitter. Default 1.
+    backoff_max_seconds: float = Field(default=1.0, gt=0, le=60)
     #: After how many times a connection keeps a statement prepared: 5 makes handlers about a fifth faster. Through PgBouncer
     #: only from 1.22 on, with ``max_prepared_statements``; else it is refused at the start. Default: never.
     prepare_threshold: int | None = Field(default=None, ge=0, le=1000)

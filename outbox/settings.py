@@ -133,8 +133,9 @@ class Settings(BaseSettings):
     #: Lanes (streams) a topic is spread over by hash of the key: ``payments=8,orders=2``. Relay and consumers
     #: share ``OUTBOX_LANES``, and both see that it is not changed while events are kept. Default: one lane each.
     lanes: Lanes = Field(default_factory=dict, validation_alias=AliasChoices("lanes", "OUTBOX_LANES"))
-    #: Longest time to wait for Redis' answer, in seconds, beyond what a blocking read waits by itself. Default 5.
-    redis_timeout_seconds: float = Field(default=5 * _SECOND, gt=0, le=300)
+    #: Longest time to wait for Redis' answer, in seconds, beyond what a blocking read waits by itself. Together with
+    #: ``backoff_max_seconds`` it is how long work may stand still after Redis is back. Default 3.
+    redis_timeout_seconds: float = Field(default=3 * _SECOND, gt=0, le=300)
     #: File touched after every round of work, for health checks of a container. Default: none.
     heartbeat_file: str | None = None
     #: Whether the command refuses to start where the doctor finds danger, and waits for servers that do not answer, instead
@@ -185,8 +186,8 @@ class RelaySettings(Settings):
     #: How often the streams' markers are looked at, so that a loss in Redis is repaired without waiting for the next
     #: event; also how often a relay that stands by looks whether it is needed. Default 1.
     check_seconds: float = Field(default=_SECOND, gt=0, le=60)
-    #: Longest pause between tries while Redis or PostgreSQL fails, in seconds; pauses grow from 0.05 with jitter. Default 2.
-    backoff_max_seconds: float = Field(default=2 * _SECOND, gt=0, le=60)
+    #: Longest pause between tries while Redis or PostgreSQL fails, in seconds; pauses grow from 0.05 with jitter. Default 1.
+    backoff_max_seconds: float = Field(default=_SECOND, gt=0, le=60)
     #: How long the outbox keeps events that are published and acknowledged, in seconds: for replay, reconciliation and
     #: repair. Default 7 days. Consumers compare it with how long they remember.
     retention_seconds: int = Field(default=7 * 86_400, ge=60, le=10 * 365 * 86_400)
