@@ -656,7 +656,7 @@ class Relay:
     def _connect(self) -> Connection:
         if self._connection is None or self._connection.closed:
             self._connection = schemas.connect(
-                self._settings.database_url.get_secret_value(), "outbox relay", autocommit=True
+                self._settings.database_url.get_secret_value(), self._store.application, autocommit=True
             )
             schemas.check_revision(self._connection, "outbox", self._settings.schema_name)
         return self._connection

@@ -255,6 +255,10 @@ class _NeedsLock(Exception):
     """A range that nobody seemed to write into has rows after all."""
 
 
+class _Busy(Exception):
+    """Somebody else makes partitions of the table just now."""
+
+
 def make_partitions(
     connection: psycopg.Connection[Any], schema: str, table: str, column: str, ranges: Iterable[Range]
 ) -> int:
@@ -264,7 +268,7 @@ def make_partitions(
     the partition otherwise; where they are more than `MOVED_ROWS`, the range is left to the default partition, since
     writers would have to wait. Locks are waited for for a quarter of a second and held for the move and for PostgreSQL's
     look through the default partition, a second at most: what needs longer is left for the next call. Safe when many
-    processes do it at once.
+    processes do it at once: one makes it, the others do not wait for it.
 
     Args:
         connection: in autocommit mode.
@@ -279,6 +283,8 @@ def make_partitions(
             continue
         try:
             made += _make_partition(connection, schema, table, column, wanted._replace(busy=wanted.busy or held > 0))
+        except _Busy:  # and a range that was left out would never be made
+            break
         except (
             psycopg.errors.LockNotAvailable,
             psycopg.errors.QueryCanceled,
@@ -310,7 +316,10 @@ def _make_partition(connection: psycopg.Connection[Any], schema: str, table: str
     with connection.transaction():
         connection.execute("SET LOCAL lock_timeout = '250ms'")
         connection.execute("SET LOCAL statement_timeout = '1s'")
-        connection.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (f"partitions {schema} {table}",))
+        query, name = "SELECT pg_try_advisory_xact_lock(hashtextextended(%s, 0))", f"partitions {schema} {table}"
+        row = connection.execute(query, (name,)).fetchone()
+        if row is None or not row[0]:
+            raise _Busy
         if wanted.name in existing_partitions(connection, schema, table):
             return False
         if wanted.busy:

@@ -527,15 +527,24 @@ class Store:
         ).fetchone()
         return float(row[0]) if row else None
 
+    @property
+    def application(self) -> str:
+        """What relays of this schema call themselves in ``pg_stat_activity``: 63 characters of ASCII at most, as it keeps."""
+        name = "outbox relay" if self.schema == "public" else f"outbox relay {self.schema}"
+        return name.encode("ascii", "replace").decode()[:63]
+
     def relays(self, connection: Connection) -> int | None:
-        """Relays that are connected to this database (of a role whose activity we may see). None: it cannot be told, since
-        a pooler's sessions bear the name of whoever had them last."""
+        """Relays of this schema that are connected (of a role whose activity we may see). None: it cannot be told, since a
+        pooler's sessions bear the name of whoever had them last."""
         if schemas.is_pooled(connection):
             return None
-        row = connection.execute("""
+        row = connection.execute(
+            """
             SELECT count(*) FROM pg_catalog.pg_stat_activity
-            WHERE application_name = 'outbox relay' AND datname = pg_catalog.current_database()
-        """).fetchone()
+            WHERE application_name = %s AND datname = pg_catalog.current_database()
+            """,
+            (self.application,),
+        ).fetchone()
         assert row is not None
         return int(row[0])
 

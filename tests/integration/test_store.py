@@ -345,3 +345,11 @@ def test_a_writer_that_waits_for_a_new_partition_is_not_refused(bench: Bench) ->
     thread.join()
     assert not failures
     assert bench.one("SELECT count(*) FROM public.outbox_0_10") == 1
+
+
+@pytest.mark.parametrize("name", ["public", "TenantA", "té", "s" * 63])
+def test_relays_are_counted_by_their_schema(database_url: str, name: str) -> None:
+    store, other = Store(name), Store("another")
+    with schemas.connect(database_url, store.application) as connection:
+        assert store.relays(connection) == 1
+        assert other.relays(connection) == 0

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from consumer import Consumer
+from consumer.settings import ConsumerSettings
+from consumer.worker import Worker
+from outbox import Event, InvalidEvent, SettingsError, Writer
+from outbox import schema as schemas
 from outbox.embedded import ValkeyServer
 from outbox.relay import Counts
 from outbox.telemetry import Measurement, StreamPaused, Trimmed
@@ -259,3 +265,57 @@ def test_entries_deleted_while_the_stream_is_paused_come_again_when_it_goes_on(
         assert set(group.take()) >= set(ids[4:7])
         relay()
         assert acked(bench) == 5
+
+
+# --- names ---------------------------------------------------------------------------------------------------------------
+
+TOPICS = ["a", "a.processing", "a/delayed", "a-dead", "relay", "0", "a/0"]
+SEPARATED = ["a:processing", "a:0", "a:@reports", "a:relay", "b{x}", "{a}", " ", "a b", "", "\n", "a\x00"]
+
+
+@pytest.mark.parametrize("name", SEPARATED)
+def test_o_90_names_that_could_be_taken_for_keys_of_ours_are_refused(bench: Bench, name: str) -> None:
+    with pytest.raises(InvalidEvent, match="topic: must match"):
+        Event(topic=name, type="t", payload=None)
+    with pytest.raises(SettingsError, match="consumer name: must match"):
+        Consumer(name, topics=["a"])
+    with pytest.raises(SettingsError, match="topics: one must match"):
+        Consumer("c", topics=[name])
+    with pytest.raises(SettingsError, match="OUTBOX_LANES: a topic must match"):
+        bench.settings(lanes={name: 2})
+
+
+def test_o_90_streams_and_prefixes_with_separators_do_not_meet(bench: Bench, prefix: str) -> None:
+    """Prefixes that begin alike, topics that look like lanes and markers of others: every count is exact."""
+    prefixes, expected = [f"{prefix}t1", f"{prefix}t1:", f"{prefix}t1:a"], {}
+    for number, own in enumerate(prefixes):
+        schema, events = f"tenant{number}", Counter[str]()
+        for branch in ("outbox", "consumer"):
+            schemas.upgrade(bench.database_url, branch, schema=schema)  # type: ignore[arg-type]
+        for place, topic in enumerate(TOPICS):
+            events[topic] = 10 * number + place + 20
+            batch = [Event(topic=topic, type="t", key=f"{n}", payload=n) for n in range(events[topic])]
+            with bench.db.transaction():
+                Writer(schema=schema).record(bench.db, *batch)
+        drain(bench.relay(schema_name=schema, key_prefix=own, lanes={"a": 2}))
+        expected[own] = events
+    for number, (own, events) in enumerate(expected.items()):
+        seen, reader = Counter[str](), Consumer("a/0", topics=TOPICS)
+        reader.on("t")(lambda event, _session, seen=seen: seen.update([event.topic]))  # type: ignore[misc]
+        settings = ConsumerSettings(
+            database_url=bench.database_url, redis_url=bench.redis_url, key_prefix=own, lanes={"a": 2},
+            schema_name=f"tenant{number}", block_seconds=0.01,
+        )  # fmt: skip
+        worker = Worker(reader, settings)
+        while worker.run_once():
+            pass
+        worker.close()
+        assert seen == events
+        streams = ["{a:0}", "{a:1}", *(f"{{{topic}}}" for topic in TOPICS[1:])]
+        side = [f"{{{topic}:@a/0}}" for topic in TOPICS]
+        keys = {own + key for stream in streams for key in (stream, f"{stream}:relay")} | {own + key for key in side}
+        found = {key.decode() for key in bench.redis.scan_iter(match=f"{own}{{*", count=1000)}
+        assert found == keys
+    everything = [key.decode() for key in bench.redis.scan_iter(match=f"*{prefix[:-1]}*", count=1000)]
+    assert {key.count(prefix) for key in everything} == {1}
+    assert len(everything) == 3 * (2 * 8 + 7)
