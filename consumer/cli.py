@@ -30,11 +30,13 @@ from outbox.cli import (
     Strict,
     StrictStart,
     TransactionSeconds,
+    Version,
     configure_logging,
     report,
     run_app,
     run_migrate,
     started,
+    warn_of_unknown_variables,
 )
 from outbox.doctor import TRANSACTION_SECONDS, Limits
 from outbox.errors import OutboxError, SettingsError
@@ -58,12 +60,18 @@ Schema = Annotated[
 Target = Annotated[str, typer.Argument(metavar="MODULE:NAME", help="The Consumer, e.g. myapp.handlers:wallet.")]
 
 
+@app.callback()
+def _options(version: Version = False) -> None:
+    pass
+
+
 @app.command()
 def migrate(
     schema: Schema = None,
     sql: Annotated[bool, typer.Option("--sql", help="Print the statements for a DBA instead of running them.")] = False,
 ) -> None:
     """Make the consumer's tables, or bring them to this version. Safe to run at any time, by any number of processes."""
+    warn_of_unknown_variables(ConsumerSettings, RelaySettings)
     run_migrate("consumer", schema or os.environ.get("CONSUMER_SCHEMA") or "public", sql)
 
 
@@ -153,6 +161,7 @@ def reconcile(
 
 
 def _settings(schema: str | None, strict: bool = False) -> ConsumerSettings:
+    warn_of_unknown_variables(ConsumerSettings, RelaySettings)
     overrides: dict[str, Any] = ({"schema_name": schema} if schema else {}) | ({"strict": True} if strict else {})
     return ConsumerSettings(**overrides)
 

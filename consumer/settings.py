@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from pydantic import AliasChoices, Field
+from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from outbox.errors import SettingsError
@@ -18,7 +18,7 @@ class ConsumerSettings(Settings):
     prefix: ClassVar[str] = "CONSUMER_"
 
     #: Schema of the ledger and its companions. Default ``public``.
-    schema_name: SchemaName = Field(default="public", validation_alias=AliasChoices("schema_name", "CONSUMER_SCHEMA"))
+    schema_name: SchemaName = Field(default="public", validation_alias="CONSUMER_SCHEMA")
     #: This process's name in the group; must be unique among running ones. Default: host, process id and a random part.
     process_name: str | None = Field(default=None, min_length=1, max_length=200)
     #: Most deliveries in one transaction, and in one read of each stream; what was read beyond one transaction waits for

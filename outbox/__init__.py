@@ -1,7 +1,7 @@
 """Transactional outbox: record events in the transaction of your business data; a relay publishes them to Redis."""
 
 from outbox.envelope import Envelope, Event
-from outbox.errors import InvalidEvent, NoTransaction, OutboxError, SettingsError
+from outbox.errors import InvalidEvent, NoTransaction, OutboxError, SchemaError, SettingsError
 from outbox.writer import Writer, record, record_async
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "InvalidEvent",
     "NoTransaction",
     "OutboxError",
+    "SchemaError",
     "SettingsError",
     "Writer",
     "record",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import os
@@ -26,7 +27,13 @@ from outbox.doctor import TRANSACTION_SECONDS, Finding, Limits, examine
 from outbox.errors import NotStarted, OutboxError, SettingsError
 from outbox.relay import Relay
 from outbox.retry import Stop
-from outbox.settings import RelaySettings, check_schema, database_url_from_environment
+from outbox.settings import (
+    RelaySettings,
+    Settings,
+    check_schema,
+    database_url_from_environment,
+    unknown_variables,
+)
 from outbox.startup import examined
 
 app = typer.Typer(
@@ -39,6 +46,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_log = logging.getLogger("outbox")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            typer.echo(f"outbox-consumer {importlib.metadata.version('outbox-consumer')}")
+        except importlib.metadata.PackageNotFoundError:
+            typer.echo("outbox-consumer, not installed")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+]
 Schema = Annotated[
     str | None, typer.Option("--schema", help="Schema of the outbox tables; default: OUTBOX_SCHEMA, else public.")
 ]
@@ -57,12 +79,18 @@ TransactionSeconds = Annotated[
 LogLevel = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
 
 
+@app.callback()
+def _options(version: Version = False) -> None:
+    pass
+
+
 @app.command()
 def migrate(
     schema: Schema = None,
     sql: Annotated[bool, typer.Option("--sql", help="Print the statements for a DBA instead of running them.")] = False,
 ) -> None:
     """Make the outbox tables, or bring them to this version. Safe to run at any time, by any number of processes."""
+    warn_of_unknown_variables(RelaySettings)
     run_migrate("outbox", schema or os.environ.get("OUTBOX_SCHEMA") or "public", sql)
 
 
@@ -187,6 +215,7 @@ def _instant(option: str, text: str | None) -> datetime | None:
 
 
 def _settings(schema: str | None, strict: bool = False) -> RelaySettings:
+    warn_of_unknown_variables(RelaySettings)
     overrides: dict[str, Any] = ({"schema_name": schema} if schema else {}) | ({"strict": True} if strict else {})
     return RelaySettings(**overrides)
 
@@ -226,6 +255,15 @@ def _seconds(value: float | None) -> str:
 
 
 # --- what both commands share --------------------------------------------------------------------------------------
+
+
+def warn_of_unknown_variables(*read: type[Settings]) -> None:
+    """See `outbox.settings.unknown_variables`; where no logging is set up, the lines go to standard error all the same."""
+    for name, meant in unknown_variables(*read).items():
+        _log.warning(
+            "nothing reads the variable %s%s", name, f"; {meant} is meant, most likely" if meant else "",
+            extra={"action": "unknown_variable", "variable": name},
+        )  # fmt: skip
 
 
 def run_migrate(branch: schemas.Branch, schema: str, sql: bool) -> None:

@@ -195,12 +195,17 @@ def check_revision(connection: psycopg.Connection[Any], branch: Branch, schema: 
         row = None
     found = row[0] if row else None
     if found is None:
-        raise SchemaError(f"schema {schema!r} has no {branch} tables; run: {_migrate(branch, schema)}")
+        raise no_tables(branch, schema)
     if found != wanted:
         raise SchemaError(
             f"schema {schema!r} is at revision {found}, this version needs {wanted}; run: {_migrate(branch, schema)} "
             "(or update this program, if the schema is the newer one)"
         )
+
+
+def no_tables(branch: Branch, schema: str) -> SchemaError:
+    """The error for tables that are not there."""
+    return SchemaError(f"schema {schema!r} has no {branch} tables; run: {_migrate(branch, schema)}")
 
 
 def _migrate(branch: Branch, schema: str) -> str:

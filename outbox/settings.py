@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import re
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
-from pydantic import AfterValidator, AliasChoices, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from outbox.envelope import DEFAULT_MAX_PAYLOAD_BYTES, TOPIC_PATTERN, check_topic
@@ -120,19 +121,19 @@ class Settings(BaseSettings):
     )
 
     #: PostgreSQL: a URL or libpq's key=value form. No default.
-    database_url: DatabaseUrl = Field(default=..., validation_alias=AliasChoices("database_url", "DATABASE_URL"))
+    database_url: DatabaseUrl = Field(default=..., validation_alias="DATABASE_URL")
     #: Redis or Valkey URL. No default.
-    redis_url: RedisUrl = Field(default=..., validation_alias=AliasChoices("redis_url", "REDIS_URL"))
+    redis_url: RedisUrl = Field(default=..., validation_alias="REDIS_URL")
     #: Put before every Redis key, so that installations can share a server. Default: nothing.
     #: Relay and consumers share ``OUTBOX_KEY_PREFIX``.
     key_prefix: str = Field(
         default="",
         pattern=r"^[A-Za-z0-9._/:-]{0,100}$",
-        validation_alias=AliasChoices("key_prefix", "OUTBOX_KEY_PREFIX"),
+        validation_alias="OUTBOX_KEY_PREFIX",
     )
     #: Lanes (streams) a topic is spread over by hash of the key: ``payments=8,orders=2``. Relay and consumers
     #: share ``OUTBOX_LANES``, and both see that it is not changed while events are kept. Default: one lane each.
-    lanes: Lanes = Field(default_factory=dict, validation_alias=AliasChoices("lanes", "OUTBOX_LANES"))
+    lanes: Lanes = Field(default_factory=dict, validation_alias="OUTBOX_LANES")
     #: Longest time to wait for Redis' answer, in seconds, beyond what a blocking read waits by itself. Together with
     #: ``backoff_max_seconds`` it is how long work may stand still after Redis is back. Default 3.
     redis_timeout_seconds: float = Field(default=3 * _SECOND, gt=0, le=300)
@@ -155,7 +156,7 @@ class Settings(BaseSettings):
     def variable(cls, field: str) -> str:
         """The environment variable of a field."""
         alias = cls.model_fields[field].validation_alias
-        return str(alias.choices[-1]) if isinstance(alias, AliasChoices) else cls.prefix + field.upper()
+        return alias if isinstance(alias, str) else cls.prefix + field.upper()
 
     @classmethod
     def _explain(cls, item: dict[str, Any]) -> str:
@@ -173,7 +174,7 @@ class RelaySettings(Settings):
     model_config = SettingsConfigDict(env_prefix="OUTBOX_")
 
     #: Schema of the outbox tables. Default ``public``.
-    schema_name: SchemaName = Field(default="public", validation_alias=AliasChoices("schema_name", "OUTBOX_SCHEMA"))
+    schema_name: SchemaName = Field(default="public", validation_alias="OUTBOX_SCHEMA")
     #: Most events in a batch: one Redis script call for each stream it touches, about 3 µs an event during which Redis
     #: serves nobody else. Default 2000.
     batch_rows: int = Field(default=2000, ge=1, le=10_000)
@@ -220,6 +221,38 @@ class RelaySettings(Settings):
             raise SettingsError(
                 "OUTBOX_WAIT_AOF is all, but OUTBOX_WAIT_REPLICAS is 0: say of how many, or set it to local"
             )
+
+
+#: Read by commands, or by tests, and no field of settings.
+_OTHERS = frozenset({"OUTBOX_DATABASE_URL", "OUTBOX_TEST_CONTAINERS"})
+#: What Kubernetes sets in every container for a service that is called like us.
+_KUBERNETES = re.compile(r".*_SERVICE_(HOST|PORT(_\w+)?)|.*_PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?")
+
+
+def unknown_variables(*read: type[Settings]) -> dict[str, str | None]:
+    """Variables of the environment that begin like those of the settings `read`, and that none of them reads: a setting
+    that is misspelled would go without notice. With the name that was most likely meant, if one is near."""
+    documented = {settings.variable(field) for settings in read for field in settings.model_fields}
+    known = (
+        documented | _OTHERS | {settings.prefix + field.upper() for settings in read for field in settings.model_fields}
+    )
+    ours = tuple(settings.prefix for settings in read)
+    names = {name: name.upper() for name in sorted(os.environ)}  # in either case, as the settings read them
+    return {
+        name: _nearest(upper, sorted(documented))
+        for name, upper in names.items()
+        if upper.startswith(ours) and upper not in known and not _KUBERNETES.fullmatch(upper)
+    }
+
+
+def _nearest(name: str, documented: list[str]) -> str | None:
+    rest = name.partition("_")[2]
+    by_rest = {each.partition("_")[2]: each for each in documented}
+    if rest in by_rest:  # it is a setting of the other side
+        return by_rest[rest]
+    if near := get_close_matches(name, documented, 1, cutoff=0.8):
+        return near[0]
+    return next((by_rest[each] for each in get_close_matches(rest, by_rest, 1, cutoff=0.8)), None)
 
 
 def database_url_from_environment() -> str:

@@ -9,14 +9,18 @@ Sync and async differ in two lines only; what is inserted is prepared in one pla
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.types.json import Jsonb
 from sqlalchemy import Connection, Insert, insert
+from sqlalchemy.exc import ProgrammingError
 from sqlalchemy.orm import Session, scoped_session
 
+from outbox import schema as schemas
 from outbox import store
 from outbox.envelope import DEFAULT_MAX_PAYLOAD_BYTES, Event
 from outbox.errors import InvalidEvent, NoTransaction
@@ -55,19 +59,23 @@ class Writer:
         Raises:
             InvalidEvent: an event is too large, or there are too many; nothing was sent to the database.
             NoTransaction: the connection commits every statement by itself; nothing was sent to the database.
+            SchemaError: there is no outbox in the schema; says what to run. As after every error of PostgreSQL's, the
+                transaction can only be rolled back.
         """
         rows = self._rows(events)
         if isinstance(session, psycopg.Connection):
             _refuse_autocommit(session)
             if rows:
-                session.execute(store.insert(self.schema, len(rows)), _parameters(rows))
+                with self._explained():
+                    session.execute(store.insert(self.schema, len(rows)), _parameters(rows))
         elif isinstance(session, Session | scoped_session | Connection):
             connection = session if isinstance(session, Connection) else session.connection()
             _refuse_autocommit(connection.connection.dbapi_connection)
             if rows:
                 if not isinstance(session, Connection):
                     session.flush()
-                connection.execute(self._insert(rows))
+                with self._explained():
+                    connection.execute(self._insert(rows))
         else:
             raise TypeError(
                 "record takes a SQLAlchemy Session or Connection, or a psycopg connection, not "
@@ -84,7 +92,8 @@ class Writer:
         if isinstance(session, psycopg.AsyncConnection):
             _refuse_autocommit(session)
             if rows:
-                await session.execute(store.insert(self.schema, len(rows)), _parameters(rows))
+                with self._explained():
+                    await session.execute(store.insert(self.schema, len(rows)), _parameters(rows))
             return
         from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 
@@ -99,7 +108,8 @@ class Writer:
         if rows:
             if not isinstance(session, AsyncConnection):
                 await session.flush()
-            await connection.execute(self._insert(rows))
+            with self._explained():
+                await connection.execute(self._insert(rows))
 
     def _rows(self, events: tuple[Event, ...]) -> list[tuple[Any, ...]]:
         if len(events) > _MAX_EVENTS:
@@ -115,6 +125,18 @@ class Writer:
             (e.id, e.topic, e.type, e.key, e.version, e.data, e.content_type, e.time, e.source, dict(e.headers) or None)
             for e in events
         ]
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say what to run where the insert met no table; of the insert alone, since a flush may miss tables of the user's."""
+        try:
+            yield
+        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as error:
+            raise schemas.no_tables("outbox", self.schema) from error
+        except ProgrammingError as error:
+            if isinstance(error.orig, psycopg.errors.UndefinedTable | psycopg.errors.InvalidSchemaName):
+                raise schemas.no_tables("outbox", self.schema) from error
+            raise
 
     def _insert(self, rows: list[tuple[Any, ...]]) -> Insert:
         values = [dict(zip(COLUMNS, row, strict=True)) for row in rows]

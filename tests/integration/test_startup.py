@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +180,32 @@ def test_every_danger_is_told_once_also_when_servers_come_back_one_by_one(caplog
 def test_a_doctor_that_stumbles_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with examined(lambda: [][0], strict=False, stopping=Stop()):
         eventually(lambda: [record for record in caplog.records if record.message == "the check at the start failed"])
+
+
+# --- the commands ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [("outbox", "relay"), CONSUMER], ids=" ".join)
+def test_variables_that_nobody_reads_are_named(bench: Bench, tmp_path: Path, command: tuple[str, ...]) -> None:
+    path = tmp_path / "log"
+    process = started(bench, path, *command, OUTBOX_CHECK_SECOND="1")
+    eventually(lambda: "started" in path.read_text())
+    process.terminate()
+    assert process.wait(10) == 0
+    line = "WARNING outbox: nothing reads the variable OUTBOX_CHECK_SECOND; OUTBOX_CHECK_SECONDS is meant, most likely"
+    assert path.read_text().count(line) == 1
+
+
+@pytest.mark.parametrize("package", ["outbox", "consumer"])
+def test_so_do_commands_that_do_not_log_and_the_version_is_told(package: str) -> None:
+    def run(*arguments: str) -> tuple[str, str]:
+        environment = os.environ | {f"{package.upper()}_SCHEMAS": "x"}
+        command = [sys.executable, "-m", package, *arguments]
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout, done.stderr
+
+    out, err = run("migrate", "--sql")
+    assert "CREATE TABLE" in out
+    name = package.upper()
+    assert err == f"nothing reads the variable {name}_SCHEMAS; {name}_SCHEMA is meant, most likely\n"
+    assert run("--version") == (f"outbox-consumer {version('outbox-consumer')}\n", "")

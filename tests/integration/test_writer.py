@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_ses
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 from sqlalchemy.pool import NullPool
 
-from outbox import Event, InvalidEvent, NoTransaction, Writer, record, record_async, schema
+from outbox import Event, InvalidEvent, NoTransaction, SchemaError, Writer, record, record_async, schema
 from outbox.store import Store
 from outbox.tables import metadata, outbox_table
 from tests.faults.bouncer import Bouncer
@@ -641,3 +641,45 @@ def test_the_view_shows_json_and_null_for_the_rest(url: str) -> None:
         (None, "application/octet-stream", 2),
         (None, json, 1), (None, json, 1), (None, json, 1), (None, json, 100_000),
     ]  # fmt: skip
+
+
+# --- no tables -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["the tables", "the schema"])
+@pytest.mark.parametrize("kind", SYNC + ASYNC)
+def test_tables_that_are_not_migrated_are_named_with_what_to_run(url: str, kind: str, missing: str) -> None:
+    name = f"empty_{kind}" if missing == "the tables" else "no_such_schema"
+    if missing == "the tables":
+        with psycopg.connect(url) as connection:
+            connection.execute(sql.SQL("CREATE SCHEMA IF NOT EXISTS {}").format(sql.Identifier(name)))
+    told = rf"schema '{name}' has no outbox tables; run: outbox migrate --schema '{name}'"
+    writer = Writer(schema=name)
+
+    async def run() -> BaseException | None:
+        async with opened_async(kind, url) as handle:
+            with pytest.raises(SchemaError, match=told) as refused:
+                await writer.record_async(handle, event())
+        return refused.value.__cause__
+
+    cause: Any
+    if kind in ASYNC:
+        cause = asyncio.run(run())
+    else:
+        with opened(kind, url) as handle, pytest.raises(SchemaError, match=told) as refused:
+            writer.record(handle, event())
+        cause = refused.value.__cause__
+    assert getattr(cause, "orig", cause).sqlstate == "42P01"
+
+
+def test_a_table_of_the_users_that_is_missing_is_not_taken_for_ours(url: str) -> None:
+    with psycopg.connect(url) as connection:
+        connection.execute("ALTER TABLE accounts RENAME TO elsewhere")
+    try:
+        with opened("session", url) as session:
+            session.add(Account(id="B", balance=1))
+            with pytest.raises(sa.exc.ProgrammingError, match='relation "accounts" does not exist'):
+                record(session, event())
+    finally:
+        with psycopg.connect(url) as connection:
+            connection.execute("ALTER TABLE elsewhere RENAME TO accounts")

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from consumer.settings import ConsumerSettings
 from outbox.errors import SettingsError
 from outbox.settings import (
     RelaySettings,
+    Settings,
     check_schema,
     database_address,
     database_url_from_environment,
     redis_address,
+    unknown_variables,
 )
 
 DATABASE = "postgresql://app@localhost/app"
@@ -27,7 +30,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     for name in list(os.environ):
-        if name.upper().startswith("OUTBOX_") or name in ("DATABASE_URL", "REDIS_URL"):
+        if name.upper().startswith(("OUTBOX_", "CONSUMER_")) or name in ("DATABASE_URL", "REDIS_URL"):
             monkeypatch.delenv(name)
 
 
@@ -90,6 +93,49 @@ def test_values_come_from_the_environment_and_arguments_go_before(monkeypatch: p
     assert from_environment.poll_max_seconds == 0.1
     assert RelaySettings(batch_rows=9).batch_rows == 9
     assert database_url_from_environment() == DATABASE
+
+
+def test_variables_of_other_programs_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LANES": "a=3", "KEY_PREFIX": "theirs:", "SCHEMA_NAME": "theirs", "BATCH_ROWS": "3"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CONSUMER_BATCH_SIZE", "7")
+    addresses = {"database_url": DATABASE, "redis_url": REDIS}
+    for found in (RelaySettings(**addresses), ConsumerSettings(**addresses)):
+        assert (found.lanes, found.key_prefix, found.schema_name) == ({}, "", "public")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("OUTBOX_BATCH_ROW", "OUTBOX_BATCH_ROWS"),
+        ("OUTBOX_RETENTION_SECOND", "OUTBOX_RETENTION_SECONDS"),
+        ("outbox_lane", "OUTBOX_LANES"),
+        ("CONSUMER_CLAIM_SECS", "CONSUMER_CLAIM_SECONDS"),
+        ("OUTBOX_CLAIM_SECONDS", "CONSUMER_CLAIM_SECONDS"),
+        ("CONSUMER_KEYPREFIX", "OUTBOX_KEY_PREFIX"),
+        ("OUTBOX_SOMETHING_ELSE", None),
+    ],
+)
+def test_a_misspelled_variable_is_found_with_what_was_meant(
+    monkeypatch: pytest.MonkeyPatch, name: str, meant: str | None
+) -> None:
+    monkeypatch.setenv(name, "1")
+    assert unknown_variables(RelaySettings, ConsumerSettings) == {name: meant}
+
+
+def test_no_variable_that_is_read_is_called_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    both: tuple[type[Settings], ...] = (RelaySettings, ConsumerSettings)
+    for settings in both:
+        for field in settings.model_fields:
+            monkeypatch.setenv(settings.variable(field), "1")
+    for name in (
+        "OUTBOX_DATABASE_URL", "outbox_batch_rows", "CONSUMER_PORT", "OUTBOX_RELAY_SERVICE_HOST", "OUTBOXES",
+        "OUTBOX_RELAY_PORT_80_TCP_ADDR", "OUTBOX_SERVICE_PORT_HTTP",
+    ):  # fmt: skip
+        monkeypatch.setenv(name, "1")
+    assert unknown_variables(*both) == {}
+    monkeypatch.setenv("CONSUMER_BATCH_SIZES", "1")
+    assert unknown_variables(RelaySettings) == {}, "the other side's are not ours to judge"
 
 
 def test_an_environment_error_names_the_variable_too(monkeypatch: pytest.MonkeyPatch) -> None:
