@@ -253,7 +253,7 @@ def test_o_47_a_relay_whose_connection_was_forgotten_is_stood_in_for(
         bench.database_url = direct
         bench.start()
         eventually(lambda: bench.relays_connected() == 2, 20)
-        assert proxy.forget() == 1
+        assert proxy.forget() >= 1  # that of the look at the start is done already
         published(bench, 2)
 
 
