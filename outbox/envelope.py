@@ -16,7 +16,8 @@ field             meaning                                                default
 ``time``          when it happened, RFC 3339                             the instant inside a UUIDv7 id
 ``source``        what produced it, a URI reference                      no source
 ``batch``         on the last entry of a batch in a stream: the batch's  not the last
-                  number; everything of the batch stands before it
+                  number and the beginning of its token; everything of
+                  the batch stands before it
 (other)           headers: CloudEvents extension attributes              no headers
 ================  =====================================================  ==============================
 
@@ -381,8 +382,9 @@ class Run:
             yield dict(zip(names, (data, *(text.encode() for text in texts)), strict=True))
 
 
-def wire(rows: Sequence[Sequence[Any]], batch: int | None = None) -> list[Run]:
-    """The entries of rows (see `ROW`; further columns do not matter), in their order; the last says that `batch` ends."""
+def wire(rows: Sequence[Sequence[Any]], batch: str | None = None) -> list[Run]:
+    """The entries of rows (see `ROW`; further columns do not matter), in their order; the last says that `batch` (see
+    `outbox.transport.Marker.label`) ends."""
     if not rows:
         return []
     columns = [list(map(column, rows)) for column in _COLUMNS]
@@ -398,7 +400,7 @@ def wire(rows: Sequence[Sequence[Any]], batch: int | None = None) -> list[Run]:
         run = runs.pop()
         if len(run) > 1:
             runs.append(Run(run.names, [column[:-1] for column in run.columns]))
-        runs.append(Run([*run.names, "batch"], [*(column[-1:] for column in run.columns), (str(batch),)]))
+        runs.append(Run([*run.names, "batch"], [*(column[-1:] for column in run.columns), (batch,)]))
     return runs
 
 

@@ -15,6 +15,7 @@ from outbox.transport import Marker, StreamTransport
 from outbox.transport.base import GroupState, StreamState, streams_of
 
 _COUNTED = 1_000_000
+_TRIES, _PAUSE_SECONDS = 20, 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +121,19 @@ def drop_group(settings: RelaySettings, name: str) -> list[str]:
     Raises:
         SettingsError: there is no such group.
     """
+    streams: set[str] = set()
     with opened(settings) as (store, connection, transport):
-        streams = store.drop_group(connection, name)
-        for stream in streams:
-            transport.drop_group(name, stream)
+        for _ in range(_TRIES):
+            known = [group.stream for group in store.groups(connection) if group.name == name]
+            if not known:
+                break
+            for stream in known:
+                transport.drop_group(name, stream)
+            streams.update(store.drop_group(connection, name))
+            time.sleep(_PAUSE_SECONDS)  # a relay that saw it just before declares it once more
     if not streams:
         raise SettingsError(f"there is no group {name!r}; `outbox status` lists them")
-    return streams
+    return sorted(streams)
 
 
 def new_epoch(settings: RelaySettings) -> int:

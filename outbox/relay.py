@@ -336,8 +336,8 @@ class Relay:
         self._seq, self._window = batch.seq, batch.rest
         self._observe(Sealed(batch.seq, batch.events, len(parts)))
         # Made ready for the wire here, beside the publishing of the batch before.
-        prepare = self._transport.prepare
-        return _Sealed(batch, [(part, prepare(wire(streams[part.stream], batch.seq))) for part in parts])
+        prepare, label = self._transport.prepare, self._marker(batch).label
+        return _Sealed(batch, [(part, prepare(wire(streams[part.stream], label))) for part in parts])
 
     # --- publishing ---
 
@@ -354,7 +354,7 @@ class Relay:
         expected: dict[str, Marker] = {}
         started = time.monotonic()
         for each in sealed:
-            marker = Marker(self._epoch, each.batch.seq, each.batch.token)
+            marker = self._marker(each.batch)
             for share, runs in each.parts:
                 stream = self._streams.setdefault(share.stream, Stream(current=True))
                 if stream.current:
@@ -434,8 +434,8 @@ class Relay:
             for batch, share in batches:
                 rows = self._store.read_again(connection, batch, topic_of(name))
                 rows = _by_stream(rows, {topic_of(name): share.lanes}).get(name, [])
-                marker = Marker(self._epoch, batch.seq, batch.token)
-                part = self._part(share, found, marker, wire(rows, batch.seq))
+                marker = self._marker(batch)
+                part = self._part(share, found, marker, wire(rows, marker.label))
                 (answer,) = self._transport.publish([part])
                 self._beat()
                 if isinstance(answer, TransportError):
@@ -569,6 +569,9 @@ class Relay:
 
     # --- groups, retention ---
 
+    def _marker(self, batch: Batch) -> Marker:
+        return Marker(self._epoch, batch.seq, batch.token)
+
     def _part(self, share: StreamPart, expected: Marker | None, marker: Marker, runs: Sequence[Run]) -> Part:
         return Part(share.stream, expected, marker, runs, share.lanes, self._settings.retention_seconds)
 
@@ -606,7 +609,8 @@ class Relay:
         if not isinstance(found, Marker):
             return
         stream.marker = found
-        if stream.acked and stream.needed < found.seq:
+        self._streams.load_groups(self._connect())  # with those that were found just now
+        if stream.needed < found.seq:
             self._catch_up(name, stream, found, counts, after=stream.needed)  # its first batch begins the count anew
         else:
             self._transport.publish([Part(name, found, found, [])])  # nobody needs it: only count anew

@@ -108,7 +108,7 @@ def _by_stream(rows: list[Row], settings: RelaySettings, consumer: str | None) -
 
 
 def _append(transport: Transport, settings: RelaySettings, stream: str, rows: list[Row]) -> None:
-    """Add entries and leave the marker as it is: a compare-and-set with itself, repeated while a relay moves it."""
+    """Add entries and leave the marker as it is, also its count of missing ones; repeated while a relay moves it."""
     runs: list[Run] = wire(rows)
     for _ in range(_TRIES):
         found = transport.markers([stream])[stream]
@@ -116,7 +116,10 @@ def _append(transport: Transport, settings: RelaySettings, stream: str, rows: li
             raise found
         marker = found or Marker(0, 0, "replay")  # of a side stream, which no relay looks after
         (answer,) = transport.publish([
-            Part(stream, found, marker, runs, settings.lanes.get(rows[0][TOPIC], 1), settings.retention_seconds)
+            Part(
+                stream, found, marker, runs, settings.lanes.get(rows[0][TOPIC], 1), settings.retention_seconds,
+                append=found is not None,
+            )
         ])  # fmt: skip
         if isinstance(answer, TransportError):
             raise answer

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -304,6 +304,23 @@ class Store:
         """The token of a batch, None if it is not there. Uses outbox_batch_pkey."""
         row = connection.execute(self._sql("SELECT token::text FROM {outbox_batch} WHERE seq = %s"), (seq,)).fetchone()
         return row[0] if row else None
+
+    def ours(self, connection: Connection, labels: Iterable[str]) -> set[str]:
+        """Those labels (`Marker.label`) that are of a batch of this outbox, or of one older than those kept. Uses
+        outbox_batch_pkey."""
+        pairs = [(int(seq), token) for seq, _, token in (label.partition(":") for label in labels)]
+        pairs = [(seq, token) for seq, token in pairs if seq < 2**63]
+        if not pairs:
+            return set()
+        rows = connection.execute(
+            self._sql("""
+            SELECT label.seq, label.token FROM unnest(%s::bigint[], %s::text[]) AS label (seq, token)
+            WHERE EXISTS (SELECT FROM {outbox_batch} b WHERE b.seq = label.seq AND left(b.token::text, 8) = label.token)
+                OR label.seq < (SELECT min(seq) FROM {outbox_batch})
+            """),
+            ([seq for seq, _ in pairs], [token for _, token in pairs]),
+        )
+        return {f"{seq}:{token}" for seq, token in rows}
 
     def batches_after(
         self, connection: Connection, stream: str, seq: int, limit: int

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from outbox.errors import SettingsError
 from outbox.settings import RelaySettings
 from outbox.store import Connection, Group, Store, StreamHead
 from outbox.telemetry import Measurement, StreamPaused, Trimmed
 from outbox.transport import Marker, Part, Transport
-from outbox.transport.base import topic_of
+from outbox.transport.base import batch_number, topic_of
 
 _log = logging.getLogger(__name__)
 
 #: Memory goes on being full until so much less of it is used.
 _RESUME_BELOW = 0.05
+#: Groups with other names are strangers', and not written down.
+_LONGEST_NAME = 200
 _PAUSED = {
     "memory": "Redis uses more than OUTBOX_MAX_MEMORY_SHARE of its memory",
     "length": "it has more than OUTBOX_MAX_STREAM_LENGTH unacknowledged entries",
@@ -112,7 +114,8 @@ class Streams(dict[str, Stream]):
     def inspect(self, connection: Connection, name: str, epoch: int, timeline: int | None) -> int:
         """Look how far the groups of a stream are, write it down, and trim what all of them have acknowledged.
 
-        Batches of another epoch than `epoch` may be others of the same number: of them nothing is known to be acknowledged.
+        Batches of another epoch than `epoch`, or of another outbox, may be others of the same number: of them nothing is
+        known to be acknowledged. Nor is anything where entries are missing, which may be skipped and not acknowledged.
 
         Returns:
             How many entries a stranger deleted, which some group may not have seen.
@@ -121,17 +124,28 @@ class Streams(dict[str, Stream]):
             TransportError: it cannot be looked at.
         """
         stream = self[name]
-        state = self._transport.inspect(
-            name, groups=list(stream.acked), keep_seconds=self._settings.stream_keep_seconds
-        )
+        # Where room is short, nothing acknowledged stays; it may be that ids lie in the future and never get old.
+        keep = 0 if stream.paused else self._settings.stream_keep_seconds
+        state = self._transport.inspect(name, groups=list(stream.acked), keep_seconds=keep)
         if state.trimmed:
             self._observe(Trimmed(name, state.trimmed))
         stream.length, stream.inspected = state.length, True
-        seen = [Group(name, group.name, min(group.acked or 0, stream.seq)) for group in state.groups]
-        if state.missing or state.epoch != epoch:
-            seen = [replace(group, acked=0) for group in seen]  # what they skipped is not acknowledged
+        ours: set[str] = set()
+        if state.marker and state.marker.epoch == epoch and not state.missing:
+            ours = self._ours(connection, stream, {group.basis for group in state.groups})
+        seen = [
+            Group(name, group.name, min(group.acked or 0, stream.seq) if group.basis in ours else 0)
+            for group in state.groups
+            if group.name.isprintable() and len(group.name) <= _LONGEST_NAME
+        ]
         self._store.see_groups(connection, seen, timeline)
         return state.missing
+
+    def _ours(self, connection: Connection, stream: Stream, labels: set[str]) -> set[str]:
+        """Those of the batches' labels that are of this outbox: a restored one, or a stranger, may use the same numbers."""
+        newest = Marker(0, stream.seq, stream.token).label
+        others = {label for label in labels if label != newest and batch_number(label) is not None}
+        return self._store.ours(connection, others) | {newest}
 
     # --- back-pressure ---
 

@@ -12,6 +12,7 @@ Every method raises `outbox.errors.TransportError` when the server does not do w
 
 from __future__ import annotations
 
+import re
 import uuid
 import zlib
 from collections.abc import Mapping, Sequence
@@ -58,14 +59,28 @@ class Marker:
     def __str__(self) -> str:
         return f"{self.epoch}:{self.seq}:{self.token}"
 
+    @property
+    def label(self) -> str:
+        """What the last entry of the batch says in its field ``batch``: enough to tell it from another outbox's."""
+        return f"{self.seq}:{self.token[:8]}"
+
     @classmethod
     def parse(cls, text: str) -> Marker | None:
-        """The marker in its written form; None for anything else, which is as good as no marker."""
-        epoch, _, rest = text.partition(":")
-        seq, _, token = rest.partition(":")
-        if not (epoch.isdigit() and seq.isdigit() and token):
+        """The marker in its written form; None for anything else, which is as good as no marker (as in marker.lua)."""
+        if not _MARKER.fullmatch(text):
             return None
+        epoch, seq, token = text.split(":")
         return cls(int(epoch), int(seq), token)
+
+
+_MARKER = re.compile(r"[0-9]+:[0-9]+:[0-9A-Za-z-]+")
+_LABEL = re.compile(r"([0-9]+):[0-9A-Za-z-]+")
+
+
+def batch_number(label: str) -> int | None:
+    """The number in a `Marker.label`; None for anything else."""
+    found = _LABEL.fullmatch(label)
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +93,7 @@ class Part:
         runs: the events (see `outbox.envelope.wire`).
         lanes: lanes of the topic, left beside the stream for consumers to check.
         keep_seconds: how long the outbox keeps events, left there too.
+        append: these are events of no batch: where the expected marker is, they are added, and it stays.
     """
 
     stream: str
@@ -86,11 +102,12 @@ class Part:
     runs: Sequence[Run]
     lanes: int = 1
     keep_seconds: int = 0
+    append: bool = False
 
     @property
     def restart(self) -> bool:
         """Whether the batch is not one that follows the expected one: batches may then be in the stream twice."""
-        return self.expected is None or self.expected.seq >= self.marker.seq
+        return not self.append and (self.expected is None or self.expected.seq >= self.marker.seq)
 
     @property
     def events(self) -> int:
@@ -157,6 +174,7 @@ class GroupState:
         delivered: the last batch of which everything is delivered; None: cannot be told.
         undelivered: entries not yet delivered of the batch after that one.
         idle_seconds: since a consumer of the group last asked for something; None: it has none.
+        basis: the label of the batch that `acked` was read from, which may be another outbox's.
     """
 
     name: str
@@ -166,6 +184,7 @@ class GroupState:
     delivered: int | None
     undelivered: int
     idle_seconds: float | None = field(default=None, compare=False)
+    basis: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +195,14 @@ class StreamState:
         length: entries.
         missing: entries that a stranger deleted or trimmed since the marker began.
         trimmed: entries trimmed just now.
-        epoch: of the marker; None: there is none.
+        marker: the one that is there; None: there is none.
     """
 
     length: int
     missing: int
     trimmed: int
     groups: list[GroupState]
-    epoch: int | None = field(default=None, compare=False)
+    marker: Marker | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +258,8 @@ class Transport(Protocol):
         """
 
     def inspect(self, stream: str, *, groups: Sequence[str] = (), keep_seconds: float | None = None) -> StreamState:
-        """How far the stream's groups are. With `keep_seconds`, entries are trimmed that are older and acknowledged by
-        every group, if there is one and all of `groups` are there.
+        """How far the stream's groups are. With `keep_seconds`, entries are trimmed that are older (0: of any age) and
+        acknowledged by every group, if there is one and all of `groups` are there.
 
         Raises:
             StreamUnusable: it cannot be used.

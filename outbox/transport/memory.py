@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from outbox.envelope import Run
 from outbox.errors import GroupLost, TransportError
-from outbox.transport.base import Claim, Delivery, GroupState, Marker, Part, StreamInfo, StreamState
+from outbox.transport.base import Claim, Delivery, GroupState, Marker, Part, StreamInfo, StreamState, batch_number
 
 
 @dataclass
@@ -92,7 +92,7 @@ class MemoryTransport:
         with self._changed:
             stream = self._streams.get(part.stream)
             current = stream.marker if stream else None
-            if current != part.expected or (current == part.marker and not part.restart):
+            if current != part.expected or (current == part.marker and not (part.restart or part.append)):
                 return current
             stream = self._streams.setdefault(part.stream, _Stream())
             if part.restart:
@@ -125,9 +125,9 @@ class MemoryTransport:
             needed = {name: min(group.pending, default=group.read_to + 1) for name, group in found.groups.items()}
             for name, group in found.groups.items():
                 oldest = str(min(group.pending)) if group.pending else None
-                acked, _ = self._batch_before(found, needed[name])
-                delivered, undelivered = self._batch_before(found, group.read_to + 1)
-                states.append(GroupState(name, len(group.pending), oldest, acked, delivered, undelivered))
+                acked, _, basis = self._batch_before(found, needed[name])
+                delivered, undelivered, _ = self._batch_before(found, group.read_to + 1)
+                states.append(GroupState(name, len(group.pending), oldest, acked, delivered, undelivered, None, basis))
             if keep_seconds is not None and needed and needed.keys() >= set(groups):  # entries have no times here
                 old = [number for number in found.entries if number < min(needed.values())]
                 for number in old:
@@ -135,31 +135,31 @@ class MemoryTransport:
                 trimmed = len(old)
                 found.absent += trimmed
             missing = found.added - len(found.entries) - found.absent if found.since else 0
-            return StreamState(
-                len(found.entries), missing, trimmed, states, found.marker.epoch if found.marker else None
-            )
+            return StreamState(len(found.entries), missing, trimmed, states, found.marker)
 
     def ids_after(self, stream: str, batch: int, limit: int) -> list[uuid.UUID]:
         with self._changed:
             ids: list[uuid.UUID] = []
             entries = self._streams[stream].entries if stream in self._streams else {}
-            for number in sorted(entries, reverse=True):
-                fields = entries[number]
-                if len(ids) == limit or int(fields.get(b"batch") or batch + 1) <= batch:
+            for receipt in sorted(entries, reverse=True):
+                label = entries[receipt].get(b"batch", b"").decode()
+                if len(ids) == limit or (batch_number(label) or batch + 1) <= batch:
                     break
-                ids.append(uuid.UUID(fields[b"id"].decode()))
+                ids.append(uuid.UUID(entries[receipt][b"id"].decode()))
             return ids
 
     @staticmethod
-    def _batch_before(stream: _Stream, start: int) -> tuple[int | None, int]:
-        """The batch before that of the first entry from `start` on, and entries from there to its end."""
+    def _batch_before(stream: _Stream, start: int) -> tuple[int | None, int, str]:
+        """The batch before that of the first entry from `start` on, entries from there to its end, and what says so."""
         left = [number for number in stream.entries if number >= start]
         if left and left[0] < stream.since:
-            return None, 0
+            return None, 0, ""
         for count, number in enumerate(left, 1):
-            if batch := stream.entries[number].get(b"batch"):
-                return int(batch) - 1, count
-        return stream.marker.seq if stream.marker else 0, len(left)
+            label = stream.entries[number].get(b"batch", b"").decode()
+            if (batch := batch_number(label)) is not None:
+                return batch - 1, count, label
+        marker = stream.marker
+        return (marker.seq, len(left), marker.label) if marker else (0, len(left), "")
 
     def memory_share(self) -> float | None:
         return None

@@ -29,11 +29,31 @@ from redis.retry import Retry
 
 from outbox.envelope import Run
 from outbox.errors import GroupLost, NotYetSafe, SettingsError, StreamUnusable, TransportError, TransportUnavailable
-from outbox.transport.base import Claim, Delivery, GroupState, Marker, Part, ServerFacts, StreamInfo, StreamState, Wait
+from outbox.transport.base import (
+    Claim,
+    Delivery,
+    GroupState,
+    Marker,
+    Part,
+    ServerFacts,
+    StreamInfo,
+    StreamState,
+    Wait,
+    batch_number,
+)
 
 T = TypeVar("T")
 
-_SCRIPTS = {name: (files("outbox.transport") / f"{name}.lua").read_text() for name in ("publish", "inspect", "forget")}
+
+def _text(name: str) -> str:
+    return (files("outbox.transport") / f"{name}.lua").read_text()
+
+
+_SCRIPTS = {
+    "publish": _text("marker") + _text("publish"),
+    "inspect": _text("marker") + _text("inspect"),
+    "forget": _text("forget"),
+}
 #: Places of keys in the probes, and a group that nobody has.
 _STREAM, _BESIDE, _NOBODY = "<stream>", "<stream>:relay", "outbox-doctor:nobody"
 #: What each side sends to the server (the relay by its scripts too), so that it has no effect: the group is not there, the
@@ -113,7 +133,7 @@ class StreamTransport:
         waits = _waits(self._wait)
         replies = self._script("publish", [
             (part.stream, (part.expected or "", part.marker, part.lanes, _packed(part.runs), part.keep_seconds,
-                           int(part.restart)))
+                           _mode(part)))
             for part in parts
         ], *waits)  # fmt: skip
         answers = [_marker(reply) for reply in replies[: len(parts)]]
@@ -166,8 +186,9 @@ class StreamTransport:
         (reply,) = self._script("inspect", [(stream, arguments)])
         if isinstance(reply, RedisError):
             raise _translated(reply)
-        length, missing, trimmed, epoch, newest, found = reply
-        return StreamState(length, missing, trimmed, [_group_state(newest, *group) for group in found], epoch or None)
+        length, missing, trimmed, text, found = reply
+        marker = Marker.parse(text.decode())
+        return StreamState(length, missing, trimmed, [_group_state(marker, *group) for group in found], marker)
 
     def ids_after(self, stream: str, batch: int, limit: int) -> list[uuid.UUID]:
         ids: list[uuid.UUID] = []
@@ -175,8 +196,8 @@ class StreamTransport:
         while len(ids) < limit:
             page = self._command(b"XREVRANGE", self._key(stream), end, "-", b"COUNT", min(_PAGE, limit - len(ids)))
             for entry in _deliveries(stream, page):
-                seq = entry.fields.get(b"batch", b"")
-                if seq.isdigit() and int(seq) <= batch:
+                number = batch_number(entry.fields.get(b"batch", b"").decode(errors="replace"))
+                if number is not None and number <= batch:
                     return ids
                 with suppress(KeyError, ValueError):  # not of ours
                     ids.append(uuid.UUID(entry.fields[b"id"].decode()))
@@ -197,7 +218,7 @@ class StreamTransport:
         (reply,) = self._script("forget", [(stream, (group, round(idle_seconds * 1000), *names))])
         if isinstance(reply, RedisError):
             raise _translated(reply)
-        return [name.decode() for name in reply]
+        return [_readable(name) for name in reply]
 
     def drop_group(self, group: str, stream: str) -> None:
         _settle(self._pipeline([(b"XGROUP", b"DESTROY", self._key(stream), group)]))
@@ -427,14 +448,30 @@ def _strings(payloads: Sequence[bytes]) -> Sequence[str | msgspec.Raw]:
         return [msgspec.Raw(b"\xdb%b%b" % (len(data).to_bytes(4), data)) for data in payloads]
 
 
+def _mode(part: Part) -> str:
+    return "append" if part.append else "restart" if part.restart else ""
+
+
 def _group_state(
-    newest: int, name: bytes, pending: int, oldest: bytes, needed: int, undelivered: int, in_it: int, idle_ms: int
-) -> GroupState:
-    def before(batch: int) -> int | None:
-        return None if batch < 0 else batch - 1 if batch else newest
+    marker: Marker | None, name: bytes, pending: int, oldest: bytes, needed: bytes, undelivered: bytes, in_it: int,
+    idle_ms: int,
+) -> GroupState:  # fmt: skip
+    def before(batch: bytes) -> int | None:
+        if not batch:
+            return marker.seq if marker else 0
+        number = batch_number(batch.decode())
+        return None if number is None else number - 1
 
     idle = idle_ms / 1000 if idle_ms >= 0 else None
-    return GroupState(name.decode(), pending, oldest.decode() or None, before(needed), before(undelivered), in_it, idle)
+    basis = needed.decode() if needed else marker.label if marker else ""
+    return GroupState(
+        _readable(name), pending, oldest.decode() or None, before(needed), before(undelivered), in_it, idle, basis
+    )
+
+
+def _readable(name: bytes) -> str:
+    """The name of a group or consumer; ours are always readable, strangers' may be anything."""
+    return name.decode(errors="backslashreplace")
 
 
 def _name_of(probe: tuple[Any, ...]) -> str:

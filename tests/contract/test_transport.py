@@ -144,6 +144,10 @@ def marker(seq: int, epoch: int = 1) -> Marker:
     return Marker(epoch, seq, f"token{seq}")
 
 
+def label(seq: int) -> str:
+    return marker(seq).label
+
+
 def part(seq: int, expected: Marker | None = None, stream: str = "a", events: int = 1, **more: Any) -> Part:
     names = [f"{seq}.{n}" for n in range(events)]
     run = Run(["data", "id", "type"], [[name.encode() for name in names], names, ["t"] * events])
@@ -728,7 +732,7 @@ def test_a_malformed_marker_is_none(text: str) -> None:
 
 
 def test_a_marker_is_read_as_it_is_written() -> None:
-    assert Marker.parse(str(Marker(3, 12, "x:y"))) == Marker(3, 12, "x:y")
+    assert Marker.parse(str(Marker(3, 12, "x-Y9"))) == Marker(3, 12, "x-Y9")
 
 
 # --- groups and trimming -------------------------------------------------------------------------------------------------
@@ -736,7 +740,7 @@ def test_a_marker_is_read_as_it_is_written() -> None:
 
 def batch(seq: int, expected: Marker | None = None, events: int = 2, stream: str = "a") -> Part:
     """A batch as the relay publishes it: its last entry says so."""
-    run = wire([(b"1", f"{seq}.{n}", "t", None, None, None, None, None, None) for n in range(events)], seq)
+    run = wire([(b"1", f"{seq}.{n}", "t", None, None, None, None, None, None) for n in range(events)], label(seq))
     return Part(stream, expected, marker(seq), run, 1, 3600)
 
 
@@ -767,7 +771,8 @@ def test_a_stream_that_is_not_there_has_no_state(there: Any) -> None:
 
 def test_the_ids_after_a_batch_newest_first(there: Any) -> None:
     run = [
-        wire([(b"", str(uuid.UUID(int=seq * 10 + n)), "t", *[None] * 6) for n in range(2)], seq) for seq in (3, 5, 9)
+        wire([(b"", str(uuid.UUID(int=seq * 10 + n)), "t", *[None] * 6) for n in range(2)], label(seq))
+        for seq in (3, 5, 9)
     ]
     before = None
     for seq, runs in zip((3, 5, 9), run, strict=True):
@@ -780,14 +785,14 @@ def test_the_ids_after_a_batch_newest_first(there: Any) -> None:
 
 def test_more_ids_than_are_read_at_once(there: Any) -> None:
     rows = [(b"", str(uuid.UUID(int=n)), "t", *[None] * 6) for n in range(250)]
-    there.transport.publish([Part("a", None, marker(1), wire(rows, 1))])
+    there.transport.publish([Part("a", None, marker(1), wire(rows, label(1)))])
     assert [found.int for found in there.transport.ids_after("a", 0, 1000)] == [*range(249, -1, -1)]
 
 
-def test_the_epoch_of_a_streams_marker(there: Any) -> None:
-    assert there.transport.inspect("a").epoch is None
+def test_the_marker_of_a_stream_that_is_looked_at(there: Any) -> None:
+    assert there.transport.inspect("a").marker is None
     there.transport.publish([Part("a", None, marker(1, epoch=7), batch(1).runs)])
-    assert there.transport.inspect("a").epoch == 7
+    assert there.transport.inspect("a").marker == marker(1, epoch=7)
 
 
 def test_how_far_a_group_is(there: Any) -> None:
@@ -844,6 +849,61 @@ def test_what_strangers_delete_is_missing_until_the_marker_is_restarted(there: A
     assert there.transport.publish([Part("a", marker(3), marker(3), [])]) == [marker(3)]
     assert there.transport.inspect("a").missing == 0
     assert there.transport.info("a") == StreamInfo(1, 3600)
+
+
+def test_what_is_appended_leaves_the_marker_and_what_is_missing_as_they_are(there: Any) -> None:
+    publish_batches(there, 1, 2)
+    there.transport.open(GROUP, ["a"])
+    (first,) = there.transport.read(GROUP, "one", ["a"], 1, 0)
+    there.transport.ack(GROUP, [first])
+    (second,) = there.transport.read(GROUP, "one", ["a"], 1, 0)
+    there.delete("a", second.receipt)
+    again = Part("a", marker(2), marker(2), part(7, events=2).runs, append=True)
+    assert there.transport.publish([again, again]) == [marker(2), marker(2)]
+    state = there.transport.inspect("a")
+    assert (state.length, state.missing, state.marker) == (3 + 4, 1, marker(2))
+    assert group_of(state).basis == label(2)
+    stale = Part("a", marker(1), marker(1), part(7).runs, append=True)
+    assert there.transport.publish([stale]) == [marker(2)], "not where another marker is"
+
+
+def test_how_far_a_group_is_names_the_batch_that_says_so(there: Any) -> None:
+    publish_batches(there, 1, 2)
+    there.transport.open(GROUP, ["a"])
+    assert group_of(there.transport.inspect("a")).basis == label(1)
+    there.transport.ack(GROUP, there.transport.read(GROUP, "one", ["a"], 10, 0))
+    assert group_of(there.transport.inspect("a")).basis == label(2), "nothing is left: the marker"
+
+
+def test_whatever_strangers_write_beside_a_stream_is_no_marker_at_worst(server: Server) -> None:
+    for field, value, last in [
+        ("added", "x", None), ("added", "nan", None), ("last", "x", None), ("batch", b"1:1:\xff", None), ("batch", "x", None),
+        ("absent", "x", marker(1)), ("since", "x", marker(1)),
+    ]:  # fmt: skip
+        publish_batches(server, 1)
+        server.raw.hset(server.key("a") + ":relay", field, value)
+        assert server.transport.markers(["a"]) == {"a": last}, field
+        assert server.transport.inspect("a").marker == last
+        assert server.transport.publish([batch(2, last)]) == [marker(2)]
+        server.raw.delete(server.key("a"), server.key("a") + ":relay")
+
+
+def test_groups_of_strangers_may_have_any_name(server: Server) -> None:
+    publish_batches(server, 1)
+    for name in (b"\xff", b"a\0b"):
+        server.raw.execute_command("XGROUP", "CREATE", server.key("a"), name, "0")
+        server.raw.execute_command("XREADGROUP", "GROUP", name, b"\xfe", "STREAMS", server.key("a"), ">")
+        server.raw.execute_command("XGROUP", "SETID", server.key("a"), name, "$")
+    assert {group.name for group in server.transport.inspect("a").groups} == {"\\xff", "a\0b"}
+
+
+def test_an_entry_in_the_future_does_not_keep_what_is_acknowledged(server: Server) -> None:
+    server.raw.xadd(server.key("a"), {"x": "y"}, id="99999999999999-0")
+    publish_batches(server, 1, 2)
+    server.transport.open(GROUP, ["a"])
+    server.transport.ack(GROUP, server.transport.read(GROUP, "one", ["a"], 4, 0))
+    assert server.transport.inspect("a", keep_seconds=0.001).trimmed == 0
+    assert server.transport.inspect("a", keep_seconds=0).trimmed == 3
 
 
 def test_batches_published_again_are_not_taken_for_progress(there: Any) -> None:

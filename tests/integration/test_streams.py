@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -14,7 +16,9 @@ from consumer.worker import Worker
 from outbox import Event, InvalidEvent, SettingsError, Writer
 from outbox import schema as schemas
 from outbox.embedded import ValkeyServer
+from outbox.operations import drop_group, opened
 from outbox.relay import Counts
+from outbox.replay import Selection, replay
 from outbox.telemetry import Measurement, StreamPaused, Trimmed
 from outbox.transport import StreamTransport
 from tests.faults.chaos import TOPIC, Bench, drain
@@ -319,3 +323,69 @@ def test_o_90_streams_and_prefixes_with_separators_do_not_meet(bench: Bench, pre
     everything = [key.decode() for key in bench.redis.scan_iter(match=f"*{prefix[:-1]}*", count=1000)]
     assert {key.count(prefix) for key in everything} == {1}
     assert len(everything) == 3 * (2 * 8 + 7)
+
+
+@pytest.mark.parametrize(
+    "groups", [(), (GROUP,), (GROUP, "new")], ids=["no group", "a new one", "a new one beside one that is done"]
+)
+def test_entries_trimmed_before_a_group_is_known_come_again(bench: Bench, groups: tuple[str, ...]) -> None:
+    relay = looked(bench, batch_rows=2)
+    ids = bench.write(6)
+    relay()
+    if len(groups) > 1:
+        Group(bench).take()
+        relay()
+    relay_of_another_process = looked(bench, batch_rows=2)
+    for name in groups[-1:]:
+        Group(bench, name)
+    bench.redis.xtrim(bench.key(), maxlen=1, approximate=False)
+    relay_of_another_process()
+    assert set(Group(bench, (groups or (GROUP,))[-1]).take()) == set(ids)
+
+
+def test_a_replay_does_not_hide_that_entries_are_missing(bench: Bench) -> None:
+    """What somebody does who has trimmed too much, before the relay has looked."""
+    relay, group = looked(bench, batch_rows=2), Group(bench)
+    ids = bench.write(10)
+    relay()
+    assert group.take(2) == ids[:2]
+    relay()
+    bench.redis.xtrim(bench.key(), maxlen=2, approximate=False)
+    settings = bench.settings()
+    with opened(settings) as (store, connection, transport):
+        list(replay(store, connection, transport, settings, Selection(ids=(uuid.UUID(ids[0]),))))
+    relay()
+    assert set(group.take()) == {*ids} - {ids[1]}, "what is not acknowledged, and what was replayed"
+
+
+@pytest.mark.parametrize("batch", ["700", "700:abcdef01", "3", "3:abcdef01"])
+def test_an_entry_copied_from_another_installation_acknowledges_nothing(bench: Bench, batch: str) -> None:
+    relay, group = looked(bench, batch_rows=2), Group(bench)
+    ids = bench.write(2)
+    relay()
+    bench.redis.xadd(bench.key(), {"data": "1", "id": str(uuid.uuid4()), "type": "t", "batch": batch})
+    ids += bench.write(10)
+    relay()
+    assert group.take(2) == ids[:2]
+    relay()
+    assert acked(bench) in (0, 1)
+    assert group.take()[1:] == ids[2:]
+    relay()
+    assert acked(bench) == 6
+
+
+def test_a_group_that_is_dropped_while_a_relay_looks_stays_dropped(bench: Bench) -> None:
+    relay = looked(bench, stream_keep_seconds=0)
+    gone, stays = Group(bench, "gone"), Group(bench)
+    bench.write(5)
+    relay()
+    stop = threading.Event()
+    looking = threading.Thread(target=lambda: [relay() for _ in iter(stop.is_set, True)])
+    looking.start()
+    assert drop_group(bench.settings(), gone.name) == [TOPIC]
+    stop.set()
+    looking.join()
+    stays.take()
+    relay()
+    assert bench.length() <= 1
+    assert acked(bench, "gone") is None

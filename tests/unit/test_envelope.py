@@ -388,15 +388,15 @@ def test_events_travel_together_as_they_would_alone(events: list[Event], repeate
     events = [recorded for recorded in events for _ in range(repeated)]
     runs = wire([(*as_row(recorded), 17, "further") for recorded in events])
     assert [fields for run in runs for fields in run.entries()] == [entry(recorded) for recorded in events]
-    marked = [fields for run in wire([as_row(e) for e in events], 41) for fields in run.entries()]
-    assert [fields.pop(b"batch", None) for fields in marked] == [None] * (len(events) - 1) + [b"41"] * bool(events)
+    marked = [fields for run in wire([as_row(e) for e in events], "41:ab") for fields in run.entries()]
+    assert [fields.pop(b"batch", None) for fields in marked] == [None] * (len(events) - 1) + [b"41:ab"] * bool(events)
     assert marked == [entry(recorded) for recorded in events]
 
 
 def test_entries_with_the_same_fields_are_one_run() -> None:
     rows = [as_row(event(key=str(n), headers={"a": "1"} if n > 5 else {})) for n in range(10)]
     assert [len(run) for run in wire(rows)] == [6, 4]
-    assert [len(run) for run in wire(rows, 1)] == [6, 3, 1]
+    assert [len(run) for run in wire(rows, "1:ab")] == [6, 3, 1]
 
 
 def test_the_time_of_a_version_7_id_stands_in_for_a_missing_one() -> None:
