@@ -136,6 +136,7 @@ class Relay:
         self._check_due = 0.0
         self._partitions_due = 0.0
         self._groups_due = 0.0
+        self._unseen: list[str] = []  # streams still to be looked at in this turn
         self._retention_due = 0.0
 
     # --- running ---
@@ -576,27 +577,38 @@ class Relay:
         return Part(share.stream, expected, marker, runs, share.lanes, self._settings.retention_seconds)
 
     def _look_after_streams(self, counts: Counts) -> None:
-        """See how far the groups of every stream are, and publish again what strangers took away from under them."""
-        self._groups_due = time.monotonic() + self._settings.trim_seconds
-        connection = self._connect()
-        self._streams.load_groups(connection)
-        for name, stream in list(self._streams.items()):
-            try:
-                missing = self._streams.inspect(connection, name, self._epoch, self._timeline)
-            except TransportUnavailable:
-                raise
-            except TransportError as error:
-                self._blame(name, error)
-                continue
-            if missing and stream.marker is not None and not stream.paused:
-                self._replace_missing(name, stream, missing, counts)
-            was = stream.paused
-            self._streams.check_length(connection, name)
-            if was and not stream.paused:
-                self._check_due = 0.0
-            if self._stopping.is_set():
-                return
-        self._streams.load_groups(connection)
+        """See how far the groups of every stream are, and publish again what strangers took away from under them.
+
+        A turn of `_CATCH_UP_SECONDS`; where there are more streams, the rest of them follow in the next rounds.
+        """
+        connection, until = self._connect(), time.monotonic() + _CATCH_UP_SECONDS
+        if not self._unseen:
+            self._unseen = list(self._streams)
+            self._streams.load_groups(connection)
+        while self._unseen:
+            name = self._unseen.pop()
+            if stream := self._streams.get(name):
+                self._look_after(connection, name, stream, counts)
+            if time.monotonic() >= until or self._stopping.is_set():
+                break
+        if not self._unseen:
+            self._groups_due = time.monotonic() + self._settings.trim_seconds
+            self._streams.load_groups(connection)
+
+    def _look_after(self, connection: Connection, name: str, stream: Stream, counts: Counts) -> None:
+        try:
+            missing = self._streams.inspect(connection, name, self._epoch, self._timeline)
+        except TransportUnavailable:
+            raise
+        except TransportError as error:
+            self._blame(name, error)
+            return
+        if missing and stream.marker is not None and not stream.paused:
+            self._replace_missing(name, stream, missing, counts)
+        was = stream.paused
+        self._streams.check_length(connection, name)
+        if was and not stream.paused:
+            self._check_due = 0.0
 
     def _replace_missing(self, name: str, stream: Stream, missing: int, counts: Counts) -> None:
         """Publish again what some group may not have seen of the entries that a stranger deleted."""

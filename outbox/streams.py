@@ -7,6 +7,7 @@ a look at it. What groups have acknowledged is kept in PostgreSQL, so that it is
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ _log = logging.getLogger(__name__)
 
 #: Memory goes on being full until so much less of it is used.
 _RESUME_BELOW = 0.05
+_SEEN_SECONDS = 60.0
 #: Groups with other names are strangers', and not written down.
 _LONGEST_NAME = 200
 _PAUSED = {
@@ -42,6 +44,7 @@ class Stream:
         inspected: its groups are known.
         length: entries when it was looked at, and those published since.
         paused: why it has to wait, a key of `_PAUSED`.
+        written_until: when it is to be written down anew that its groups, which stand still, are there.
     """
 
     seq: int = 0
@@ -52,6 +55,7 @@ class Stream:
     inspected: bool = False
     length: int = 0
     paused: str | None = None
+    written_until: float = 0.0
 
     @property
     def needed(self) -> int:
@@ -138,7 +142,11 @@ class Streams(dict[str, Stream]):
             for group in state.groups
             if group.name.isprintable() and len(group.name) <= _LONGEST_NAME
         ]
-        self._store.see_groups(connection, seen, timeline)
+        if time.monotonic() >= stream.written_until or any(
+            group.acked > stream.acked.get(group.name, -1) for group in seen
+        ):
+            self._store.see_groups(connection, seen, timeline)
+            stream.written_until = time.monotonic() + _SEEN_SECONDS
         return state.missing
 
     def _ours(self, connection: Connection, stream: Stream, labels: set[str]) -> set[str]:

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -389,3 +390,23 @@ def test_a_group_that_is_dropped_while_a_relay_looks_stays_dropped(bench: Bench)
     relay()
     assert bench.length() <= 1
     assert acked(bench, "gone") is None
+
+
+def test_many_streams_are_looked_after_in_turns(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two turns what is new is published."""
+    monkeypatch.setattr("outbox.relay._CATCH_UP_SECONDS", 0.0)
+    topics = [f"t{n}" for n in range(5)]
+    for topic in topics:
+        bench.write(1, topic=topic)
+        bench.transport().open(GROUP, [topic])
+    relay = bench.relay(trim_seconds=0.001)
+    seen = []
+    for _ in range(7):
+        relay.run_once()
+        (new,) = bench.write(1, topic="new")
+        relay.run_once()
+        assert bench.ids("new")[-1] == new
+        seen.append(bench.one("SELECT count(*) FROM public.outbox_group"))
+    assert seen[0] <= 1
+    assert seen[-1] == 5
+    assert all(after - before <= 2 for before, after in pairwise(seen)), seen
