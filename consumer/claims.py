@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outbox.errors import GroupLost
+from outbox.errors import GroupLost, StreamUnusable
 from outbox.transport import Delivery, Transport
 
 _log = logging.getLogger(__name__)
@@ -37,8 +37,8 @@ class Recovery:
                 claim = self.transport.claim(
                     self.group, self.process_name, stream, self.idle_seconds, self.count, self._cursors.get(stream)
                 )
-            except GroupLost:
-                continue  # nothing is pending where there is no group; the next read makes it again
+            except (GroupLost, StreamUnusable):
+                continue  # the next read meets it too; what others have is not given up for it
             self._cursors[stream] = claim.cursor
             more = more or claim.cursor is not None
             found += claim.deliveries

@@ -19,10 +19,11 @@ from outbox.doctor import (
     connect,
     database,
     error,
+    every_redis,
+    facts_of,
     lasting,
     ok,
     partition_rights,
-    redis,
     redis_rights,
     stream_unusable,
     tables,
@@ -67,13 +68,13 @@ def examine(consumer: Consumer, settings: ConsumerSettings, limits: Limits | Non
     streams = [stream for topic in consumer.topics for stream in streams_of(topic, settings.lanes.get(topic, 1))]
     side_streams = [side_stream(topic, consumer.name) for topic in consumer.topics]
     with closing(transport(settings)) as there:
-        server = seen.ask(there.facts)
-        if server is not None:
-            seen.add(redis(server, limits, _PAUSE_SHARE))
+        servers = facts_of(seen, there)
+        if servers:
+            seen.add(every_redis(servers, limits, _PAUSE_SHARE))
             seen.add(redis_rights(there, [*streams, *side_streams], "consumer"))
             seen.add(_streams(there, consumer, streams))
             seen.add(_relay(there, consumer, settings))
-    seen.add(clocks(facts, server, limits))
+    seen.add(clocks(facts, servers, limits))
     return seen.findings
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Literal, TypeVar
 
 import psycopg
@@ -172,12 +173,12 @@ def examine(settings: RelaySettings, limits: Limits | None = None) -> list[Findi
         with closing(connection):
             seen.ask(lambda: _look_into_database(seen, connection, settings, limits, known))
     with closing(transport(settings)) as there:
-        server = seen.ask(there.facts)
-        if server is not None:
-            seen.add(redis(server, limits, settings.max_memory_share))
+        servers = facts_of(seen, there)
+        if servers:
+            seen.add(every_redis(servers, limits, settings.max_memory_share))
             seen.add(redis_rights(there, known.streams, "relay"))
             seen.add(_groups(there, known.progress, limits))
-    seen.add(clocks(known.facts, server, limits))
+    seen.add(clocks(known.facts, servers, limits))
     return seen.findings
 
 
@@ -437,6 +438,28 @@ def _groups(there: StreamTransport, progress: Sequence[GroupProgress], limits: L
 # --- Redis, for both sides ---------------------------------------------------------------------------------------------------
 
 
+def facts_of(seen: Examination, there: StreamTransport) -> list[ServerFacts]:
+    """What the server, or every primary of a cluster, says about itself; one that does not answer is a finding."""
+    answers = [seen.ask(partial(there.facts, node)) for node in seen.ask(there.nodes) or ()]
+    return [facts for facts in answers if facts is not None]
+
+
+def every_redis(servers: Sequence[ServerFacts], limits: Limits, pause_share: float) -> Iterator[Finding]:
+    """`redis` for each; what is wrong is said of every node of a cluster, what is in order once."""
+    if len(servers) == 1:
+        yield from redis(servers[0], limits, pause_share)
+        return
+    found = [(facts.node, finding) for facts in servers for finding in redis(facts, limits, pause_share)]
+    for code in dict.fromkeys(finding.code for _, finding in found):
+        these = [(node, finding) for node, finding in found if finding.code == code]
+        wrong = [(node, finding) for node, finding in these if finding.level != "ok"]
+        for node, finding in wrong:
+            yield replace(finding, what=f"node {node}: {finding.what}")
+        if not wrong:
+            node, finding = these[0]
+            yield replace(finding, what=f"node {node}: {finding.what}; the others are in order too")
+
+
 def redis(facts: ServerFacts, limits: Limits, pause_share: float) -> Iterator[Finding]:
     """The server and what is set there.
 
@@ -551,10 +574,12 @@ def _replication(facts: ServerFacts) -> Iterator[Finding]:
     else:
         shown = "unknown, CONFIG GET is refused" if wanted is None else wanted
         yield ok("redis-replication", f"{replicas} replicas are connected, min-replicas-to-write is {shown}")
-    if int(info.get("cluster_enabled", 0)):
+    if facts.node:
+        yield ok("redis-cluster", "cluster mode is on, and REDIS_URL says so")
+    elif int(info.get("cluster_enabled", 0)):
         yield warning(
-            "redis-cluster", "cluster mode is on: relay and consumers talk to one node, which refuses streams of others",
-            "Use a server that is not in cluster mode.",
+            "redis-cluster", "cluster mode is on, and REDIS_URL does not say so: streams of other nodes are refused",
+            "Set REDIS_URL to redis+cluster://host:port,… with this and some other nodes.",
         )  # fmt: skip
     else:
         yield ok("redis-cluster", "cluster mode is off")
@@ -589,12 +614,12 @@ def stream_unusable(stream: str, failure: StreamUnusable) -> Finding:
     )  # fmt: skip
 
 
-def clocks(database: DatabaseFacts | None, server: ServerFacts | None, limits: Limits) -> Iterator[Finding]:
-    """How far the clocks of PostgreSQL, Redis and this machine are apart, of those that answer."""
+def clocks(database: DatabaseFacts | None, servers: Sequence[ServerFacts], limits: Limits) -> Iterator[Finding]:
+    """How far the clocks of PostgreSQL, Redis (of a cluster, the worst) and this machine are apart, of those that answer."""
     known = {
         "this machine": 0.0,
         "PostgreSQL": database.ahead_seconds if database else None,
-        "Redis": server.ahead_seconds if server else None,
+        "Redis": max((each.ahead_seconds for each in servers if each.ahead_seconds is not None), key=abs, default=None),
     }
     ahead = {name: seconds for name, seconds in known.items() if seconds is not None}
     first, last = min(ahead, key=ahead.__getitem__), max(ahead, key=ahead.__getitem__)

@@ -17,6 +17,7 @@ from psycopg.conninfo import conninfo_to_dict
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from outbox.address import RedisAddress
 from outbox.envelope import DEFAULT_MAX_PAYLOAD_BYTES, TOPIC_PATTERN, check_topic
 from outbox.errors import InvalidEvent, SettingsError
 
@@ -54,18 +55,17 @@ def database_address(url: str) -> str:
 
 
 def redis_address(url: str) -> str:
-    """A Redis or Valkey URL: ``redis://``, ``rediss://``, ``unix://``, or the same with ``valkey``.
+    """A Redis or Valkey URL: ``redis://``, ``rediss://``, ``unix://``, ``redis+cluster://host:port,host:port``,
+    ``redis+sentinel://host:port,host:port/service/0``, both also as ``rediss+…``; or the same with ``valkey``.
 
     Raises:
         SettingsError: it is malformed; the address is not shown, since it may hold a password.
     """
-    from redis.connection import parse_url
-
-    address = re.sub(r"^valkey(s?)://", r"redis\1://", url)
+    address = re.sub(r"^valkey(s?(?:\+\w+)?)://", r"redis\1://", url)
     try:
-        parse_url(address)  # type: ignore[no-untyped-call]  # redis-py has no types for it
-    except ValueError:
-        raise SettingsError("REDIS_URL: is not a Redis address (redis://host:port/0)") from None
+        RedisAddress.parse(address)
+    except ValueError as error:
+        raise SettingsError(f"REDIS_URL: {error}") from None
     return address
 
 
@@ -122,7 +122,7 @@ class Settings(BaseSettings):
 
     #: PostgreSQL: a URL or libpq's key=value form. No default.
     database_url: DatabaseUrl = Field(default=..., validation_alias="DATABASE_URL")
-    #: Redis or Valkey URL. No default.
+    #: Redis or Valkey URL: of a server, a cluster or sentinels (see `redis_address`). No default.
     redis_url: RedisUrl = Field(default=..., validation_alias="REDIS_URL")
     #: Put before every Redis key, so that installations can share a server. Default: nothing.
     #: Relay and consumers share ``OUTBOX_KEY_PREFIX``.

@@ -217,6 +217,7 @@ class ServerFacts:
         info: the fields of INFO; empty where that is refused.
         settings: the fields of CONFIG GET that were asked for; empty where that is refused.
         unknown: commands that we need and that it does not know, or knows by another name.
+        node: its name in a cluster; empty for one that is alone.
     """
 
     product: str
@@ -226,6 +227,7 @@ class ServerFacts:
     info: Mapping[str, Any]
     settings: Mapping[str, str]
     unknown: Sequence[str]
+    node: str = ""
 
 
 class Transport(Protocol):

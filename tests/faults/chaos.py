@@ -63,13 +63,17 @@ def limit(event: Envelope, session: Session) -> None:
 
 
 class Bench:
-    """One outbox, one Redis prefix, and relays between them."""
+    """One outbox, one Redis prefix, and relays between them.
 
-    def __init__(self, database_url: str, redis_url: str, prefix: str = "") -> None:
+    Args:
+        client: of the servers, where redis-py makes none of the address.
+    """
+
+    def __init__(self, database_url: str, redis_url: str, prefix: str = "", *, client: Any = None) -> None:
         self.database_url, self.redis_url, self.prefix = database_url, redis_url, prefix
         self._stack = ExitStack()
         self.db = self.connect(autocommit=True)
-        self.redis = self._stack.enter_context(redis.Redis.from_url(redis_url))
+        self.redis: Any = self._stack.enter_context(client or redis.Redis.from_url(redis_url))
         self.processes: list[subprocess.Popen[bytes]] = []
         self._version = 0
 

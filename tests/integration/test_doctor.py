@@ -330,10 +330,10 @@ def test_clocks_that_differ(bench: Bench, own_valkey: Callable[..., ValkeyServer
     assert abs(database.ahead_seconds) < 2
     assert server.ahead_seconds is not None
     assert abs(server.ahead_seconds) < 2
-    assert [found.level for found in doctor.clocks(database, replace(server, ahead_seconds=None), Limits())] == ["ok"]
+    assert [found.level for found in doctor.clocks(database, [replace(server, ahead_seconds=None)], Limits())] == ["ok"]
 
     def apart(database: DatabaseFacts | None, server: ServerFacts | None) -> list[Finding]:
-        return list(doctor.clocks(database, server, Limits()))
+        return list(doctor.clocks(database, [server] if server else [], Limits()))
 
     assert [found.level for found in apart(database, server)] == ["ok"]
     (found,) = apart(replace(database, ahead_seconds=-400), server)

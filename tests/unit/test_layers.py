@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 FLOORS: dict[str, list[set[str]]] = {
     "outbox": [
         {"errors"},
-        {"envelope"},
+        {"envelope", "address"},
         {"settings", "telemetry", "retry"},
         {"tables", "schema", "transport"},
         {"store"},

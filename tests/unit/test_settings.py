@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from redis.connection import SSLConnection
 
 from consumer.settings import ConsumerSettings
+from outbox.address import RedisAddress
 from outbox.errors import SettingsError
 from outbox.settings import (
     RelaySettings,
@@ -175,10 +179,68 @@ def test_forms_of_a_postgresql_address(url: str) -> None:
         ("unix:///run/x.sock", "unix:///run/x.sock"),
         ("valkey://:p@h", "redis://:p@h"),
         ("valkeys://h", "rediss://h"),
+        ("redis+cluster://h", "redis+cluster://h"),
+        ("valkey+cluster://u:p@h:1,h2/0", "redis+cluster://u:p@h:1,h2/0"),
+        ("valkeys+sentinel://h/events", "rediss+sentinel://h/events"),
+        (
+            "rediss+sentinel://u:p@h:1,[::1]:2/events/3?sentinel_password=x",
+            "rediss+sentinel://u:p@h:1,[::1]:2/events/3?sentinel_password=x",
+        ),
     ],
 )
 def test_forms_of_a_redis_address(url: str, address: str) -> None:
     assert redis_address(url) == address
+
+
+@pytest.mark.parametrize(
+    ("url", "rule"),
+    [
+        ("redis+cluster://h/2", "a cluster has no databases but 0"),
+        ("redis+cluster://h?db=2", "a cluster has no databases but 0"),
+        ("redis+cluster://", "is not a Redis address"),
+        ("redis+cluster://h,,h2", "is not a Redis address"),
+        ("redis+cluster://h:port", "is not a Redis address"),
+        ("redis+cluster://u:p@h,u:p@h2:1", "is not a Redis address"),
+        ("redis+ring://h", "is not a Redis address"),
+        ("redis+sentinel://h", "does not name the service"),
+        ("redis+sentinel://h/events/x", "does not name the service"),
+        ("redis+sentinel://h/events/1/2", "does not name the service"),
+        ("redis://h/0?nonsense=1", "has an option that redis-py does not take"),
+        ("redis+cluster://h?nonsense=1", "has an option that redis-py does not take"),
+        ("redis+sentinel://h/events?nonsense=1", "has an option that redis-py does not take"),
+        ("rediss://h/0?ssl_cert_reqs=maybe", "has an option that redis-py does not take"),
+        ("redis://h/0?ssl_ca_certs=x", "has an option that redis-py does not take"),
+        ("redis://h/0?protocol=x", "(is|has)"),
+    ],
+)
+def test_a_redis_address_says_what_is_wrong_with_it(url: str, rule: str) -> None:
+    with pytest.raises(SettingsError, match=f"REDIS_URL: {rule}"):
+        settings(redis_url=url)
+
+
+def test_the_parts_of_a_redis_address() -> None:
+    found = RedisAddress.parse(
+        "rediss+sentinel://u:p%40@a,[::1]:2/ev%2Fents/3?sentinel_username=s&socket_timeout=2&ssl_ca_certs=x"
+    )
+    assert (found.kind, found.hosts, found.service) == ("sentinel", (("a", 26379), ("::1", 2)), "ev/ents")
+    tls = {"ssl_ca_certs": "x", "connection_class": SSLConnection}
+    assert found.options == {"username": "u", "password": "p@", "db": 3, "socket_timeout": 2.0} | tls
+    assert found.sentinel_options == {"username": "s"} | tls, "the servers' password is not theirs"
+    found = RedisAddress.parse("redis+cluster://:p@a,b:1")
+    assert (found.kind, found.hosts, found.options) == ("cluster", (("a", 6379), ("b", 1)), {"password": "p"})
+    found = RedisAddress.parse("unix:///x?db=3")
+    assert (found.kind, found.hosts, found.options["path"], found.options["db"]) == ("server", (), "/x", 3)
+
+
+def test_the_addresses_that_the_page_names() -> None:
+    page = (Path(__file__).parents[2] / "docs/operations/cluster.md").read_text()
+    named = re.findall(r"^\| `(\w[\w+]*://\S+)` \|", page, re.MULTILINE) + re.findall(
+        r"REDIS_URL='(.*)'$", page, re.MULTILINE
+    )
+    assert len(named) == 7
+    assert [RedisAddress.parse(redis_address(url)).kind for url in named[3:5]] == ["cluster", "sentinel"]
+    for url in named:
+        assert redis_address(url.replace("redis", "valkey", 1)) == redis_address(url)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +253,11 @@ def test_forms_of_a_redis_address(url: str, address: str) -> None:
         ("redis_url", f"http://u:{PASSWORD}@h"),
         ("redis_url", f"redis://u:{PASSWORD}@h:port/0"),
         ("redis_url", f"redis://u:{PASSWORD}@h/0?socket_timeout=soon"),
+        ("redis_url", f"redis://u:{PASSWORD}@h/0?nonsense=S3cr3t"),
+        ("redis_url", f"redis+cluster://u:{PASSWORD}@h/3"),
+        ("redis_url", f"redis+cluster://h,u:{PASSWORD}@h:port"),
+        ("redis_url", f"redis+sentinel://u:{PASSWORD}@h"),
+        ("redis_url", f"redis+sentinel://u:{PASSWORD}@h/x?sentinel_password=S3cr3t&x=1"),
     ],
 )
 def test_o_95_a_malformed_address_is_not_shown(field: str, url: str) -> None:
