@@ -24,6 +24,7 @@ from outbox.doctor import (
     lasting,
     ok,
     partition_rights,
+    partitions,
     redis_rights,
     stream_unusable,
     tables,
@@ -110,6 +111,8 @@ def _ledger(connection: Connection, ledger: Ledger, settings: ConsumerSettings) 
     with reading(connection):
         ahead = ledger.seconds_ahead(connection)
         dead = ledger.dead_letters(connection)
+        present = ledger.partitions(connection)
+    yield from partitions(present, ledger.schema, "processed_messages")
     if ahead < settings.ledger_partition_days * 86_400:
         yield warning(
             "ledger-partitions", f"partitions of the ledger reach {lasting(max(ahead, 0))} ahead",

@@ -22,7 +22,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from outbox import schema as schemas
+from outbox.partitions import Partition, Partitions, covered_until
 
 Connection = psycopg.Connection[Any]
 
@@ -57,6 +57,7 @@ class Ledger:
     def __init__(self, consumer: str, schema: str = "public") -> None:
         self.consumer = consumer
         self.schema = schema
+        self._partitions = Partitions(schema, "processed_messages", "event_id", _millisecond, _first_id)
         names = {
             name: sql.Identifier(schema, name) for name in ("processed_messages", "entity_versions", "dead_letters")
         }
@@ -172,42 +173,30 @@ class Ledger:
     # --- retention ---
 
     def drop_partition(self, connection: Connection, keep_seconds: float) -> str | None:
-        """Drop the oldest partition of the ledger if all of its UUIDv7 ids are older than `keep_seconds`; returns its name.
+        """Drop the oldest partition of ours if all of its UUIDv7 ids are older than `keep_seconds`; returns its name.
 
-        It holds rows of every consumer. ACCESS EXCLUSIVE on it and on the ledger is waited for for a quarter of a second.
+        It holds rows of every consumer. See `outbox.partitions.Partitions.drop_oldest`.
 
         Args:
             connection: in autocommit mode.
         """
-        names = schemas.existing_partitions(connection, self.schema, "processed_messages")
-        oldest = min((name for name in names if not name.endswith("_default")), key=_upper, default="")
-        row = connection.execute(
-            "SELECT %s < extract(epoch FROM clock_timestamp()) * 1000 - %s",
-            (_upper(oldest) if oldest else None, keep_seconds * 1000),
-        ).fetchone()
-        if not row or not row[0]:
-            return None
-        parent, child = sql.Identifier(self.schema, "processed_messages"), sql.Identifier(self.schema, oldest)
-        try:
-            with connection.transaction():
-                connection.execute("SET LOCAL lock_timeout = '250ms'")
-                connection.execute(sql.SQL("LOCK TABLE ONLY {} IN ACCESS EXCLUSIVE MODE").format(parent))
-                connection.execute(sql.SQL("DROP TABLE {}").format(child))
-        except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected, psycopg.errors.UndefinedTable):
-            return None
-        return oldest
+        before = self._now(connection) - keep_seconds * 1000
+        return self._partitions.drop_oldest(connection, lambda found: found.high < before)
 
     def delete_old(self, connection: Connection, keep_seconds: float, limit: int) -> int:
         """Delete up to `limit` rows each of the ledger's default partition (ids that are not UUIDv7) and of the versions
         that are older than `keep_seconds`, of every consumer. Reads both tables; locks only these rows."""
         deleted = 0
-        for table, column in (("processed_messages_default", "processed_at"), ("entity_versions", "updated_at")):
+        versions = sql.Identifier(self.schema, "entity_versions")
+        for table, column in ((self._partitions.default(connection), "processed_at"), (versions, "updated_at")):
+            if table is None:
+                continue
             deleted += connection.execute(
                 sql.SQL("""
                 DELETE FROM {table} WHERE ctid = ANY (ARRAY(
                     SELECT ctid FROM {table} WHERE {column} < clock_timestamp() - make_interval(secs => %s)
                     LIMIT %s FOR UPDATE SKIP LOCKED))
-                """).format(table=sql.Identifier(self.schema, table), column=sql.Identifier(column)),
+                """).format(table=table, column=sql.Identifier(column)),
                 (keep_seconds, limit),
             ).rowcount
         return deleted
@@ -228,34 +217,34 @@ class Ledger:
     # --- partitions ---
 
     def make_partitions(self, connection: Connection, days: int, ahead: int) -> int:
-        """Make partitions of the ledger, each of `days` days of UUIDv7 ids, from the running one on; return how many.
+        """Make partitions of the ledger, each of `days` days of UUIDv7 ids, from the running one on; return how many. See
+        `outbox.partitions.Partitions.make`.
 
         Args:
             connection: in autocommit mode.
         """
+        now, width = self._now(connection), days * _DAY_MS
+        present = self._partitions.present(connection)
+        low = max([now - now % width, *(found.high for found in present if found.low <= now)])
+        return self._partitions.make(connection, low, now + ahead * width, width, busy=now)
+
+    @staticmethod
+    def _now(connection: Connection) -> int:
+        """Milliseconds since 1970 by the database's clock."""
         row = connection.execute("SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint").fetchone()
         assert row is not None
-        names = schemas.existing_partitions(connection, self.schema, "processed_messages")
-        highs = [_upper(name) for name in names if not name.endswith("_default")]
-        now, width = row[0], days * _DAY_MS
-        low = max(now - now % width, max(highs, default=0))
-        ranges = [
-            schemas.Range(
-                f"processed_messages_{start}_{start + width}", _first_id(start), _first_id(start + width), start <= now
-            )
-            for start in range(low, now + ahead * width + 1, width)
-        ]
-        return schemas.make_partitions(connection, self.schema, "processed_messages", "event_id", ranges)
+        return int(row[0])
 
     # --- for the doctor ---
 
     def seconds_ahead(self, connection: Connection) -> float:
-        """How far the partitions reach beyond the clock, in seconds; negative: not even to it."""
-        names = schemas.existing_partitions(connection, self.schema, "processed_messages")
-        last = max((int(name.rsplit("_", 1)[1]) for name in names if not name.endswith("_default")), default=0)
-        row = connection.execute("SELECT %s / 1000.0 - extract(epoch FROM clock_timestamp())", (last,)).fetchone()
-        assert row is not None
-        return float(row[0])
+        """How far the partitions reach beyond the clock, up to the first gap; 0: not even to it."""
+        now = self._now(connection)
+        return (covered_until(self._partitions.present(connection), now) - now) / 1000
+
+    def partitions(self, connection: Connection) -> list[Partition]:
+        """Every partition of the ledger."""
+        return self._partitions.present(connection)
 
     def dead_letters(self, connection: Connection) -> dict[str, int]:
         """How many deliveries of this consumer are put aside, by reason. Walks its part of dead_letters_delivery."""
@@ -263,9 +252,9 @@ class Ledger:
         return dict(rows.fetchall())
 
 
-def _upper(partition: str) -> int:
-    """The millisecond that a partition's ids end before, from its name."""
-    return int(partition.rsplit("_", 1)[1])
+def _millisecond(event_id: str) -> int:
+    """What the first 48 bits of a UUID say, as in a UUIDv7."""
+    return uuid.UUID(event_id).int >> 80
 
 
 def _first_id(milliseconds: int) -> str:

@@ -16,6 +16,7 @@ import psycopg
 
 from outbox import schema as schemas
 from outbox.errors import SchemaError, StreamUnusable, TransportError
+from outbox.partitions import MOVED_ROWS, Partition
 from outbox.settings import RelaySettings, Settings
 from outbox.store import (
     Connection,
@@ -369,14 +370,33 @@ def partition_rights(connection: Connection, schema: str, table: str) -> Finding
     )  # fmt: skip
 
 
+def partitions(present: Sequence[Partition], schema: str, table: str) -> Iterator[Finding]:
+    """What persons attached, detached or changed."""
+    shown = f"{schema}.{table}"
+    if not any(found.default for found in present):
+        yield error(
+            "default-partition-missing", f"{table} has no default partition: a row that no other one takes is refused, and its "
+            "transaction fails",
+            f"Attach what was detached (ALTER TABLE {shown} ATTACH PARTITION {shown}_default DEFAULT), or make one (CREATE "
+            f"TABLE {shown}_default PARTITION OF {shown} DEFAULT).",
+        )  # fmt: skip
+    if names := [f"{found.schema}.{found.name}" for found in present if not (found.ours or found.default)]:
+        yield warning(
+            "foreign-partitions", f"{len(names)} partitions of {table} are not as they were made: {', '.join(names[:5])}",
+            "They are used like the others, but never dropped for their age: detach or drop them when nobody needs their rows.",
+        )  # fmt: skip
+
+
 # --- the outbox ------------------------------------------------------------------------------------------------------------
 
 
 def _partitions(connection: Connection, store: Store, settings: RelaySettings) -> Iterator[Finding]:
-    most = schemas.MOVED_ROWS + 1
+    most = MOVED_ROWS + 1
     with reading(connection):
         ahead = store.positions_ahead(connection)
         held = store.rows_in_default(connection, most)
+        present = store.partitions(connection)
+    yield from partitions(present, settings.schema_name, "outbox")
     if ahead < settings.partition_rows:
         yield warning(
             "partitions-ahead", f"partitions of the outbox reach {max(ahead, 0)} events ahead",
@@ -385,13 +405,13 @@ def _partitions(connection: Connection, store: Store, settings: RelaySettings) -
     else:
         yield ok("partitions-ahead", f"partitions of the outbox reach {ahead} events ahead")
     if held:
-        shown = f"more than {schemas.MOVED_ROWS}" if held == most else str(held)
+        shown = f"more than {MOVED_ROWS}" if held == most else str(held)
         yield warning(
             "default-partition", f"{shown} events are in outbox_default",
             "Nothing is lost. The relay moves up to 10,000 of a range when it makes their partition; more are removed row "
             "by row once they are older than OUTBOX_RETENTION_SECONDS. See that partitions are made ahead.",
         )  # fmt: skip
-    else:
+    elif held is not None:
         yield ok("default-partition", "outbox_default is empty")
 
 

@@ -1,17 +1,16 @@
-"""What both sides' databases have in common: connecting, migrating, and making partitions ahead."""
+"""What both sides' databases have in common: connecting and migrating."""
 
 from __future__ import annotations
 
 import io
-import logging
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Literal, LiteralString, NamedTuple
+from typing import Any, Final, Literal
 
 import alembic.command
 import psycopg
@@ -26,8 +25,6 @@ from outbox.errors import SchemaError, SettingsError
 from outbox.settings import check_schema, database_address
 
 Branch = Literal["outbox", "consumer"]
-
-_log = logging.getLogger(__name__)
 
 
 def connect(url: str, application: str, **options: Any) -> psycopg.Connection[Any]:
@@ -241,112 +238,3 @@ def existing_partitions(connection: psycopg.Connection[Any], schema: str, table:
         (schema, table),
     )
     return [name for (name,) in rows]
-
-
-#: Rows of the default partition that are moved to a partition of their own; more are left where they are.
-MOVED_ROWS: Final = 10_000
-
-
-class Range(NamedTuple):
-    """A partition to be: its name, its bounds, and whether rows of it may be written or read just now."""
-
-    name: str
-    low: Any
-    high: Any
-    busy: bool
-
-
-class _NeedsLock(Exception):
-    """A range that nobody seemed to write into has rows after all."""
-
-
-class _Busy(Exception):
-    """Somebody else makes partitions of the table just now."""
-
-
-def make_partitions(
-    connection: psycopg.Connection[Any], schema: str, table: str, column: str, ranges: Iterable[Range]
-) -> int:
-    """Make the missing ones of `ranges`, each in a transaction of its own; return how many.
-
-    Rows of the range that went to the default partition are moved in the same transaction, since PostgreSQL would refuse
-    the partition otherwise; where they are more than `MOVED_ROWS`, the range is left to the default partition, since
-    writers would have to wait. Locks are waited for for a quarter of a second and held for the move and for PostgreSQL's
-    look through the default partition, a second at most: what needs longer is left for the next call. Safe when many
-    processes do it at once: one makes it, the others do not wait for it.
-
-    Args:
-        connection: in autocommit mode.
-    """
-    have = set(existing_partitions(connection, schema, table))
-    made = 0
-    for wanted in ranges:
-        if wanted.name in have:
-            continue
-        held = _rows_in_default(connection, schema, table, column, wanted)
-        if held > MOVED_ROWS:
-            continue
-        try:
-            made += _make_partition(connection, schema, table, column, wanted._replace(busy=wanted.busy or held > 0))
-        except _Busy:  # and a range that was left out would never be made
-            break
-        except (
-            psycopg.errors.LockNotAvailable,
-            psycopg.errors.QueryCanceled,
-            psycopg.errors.DeadlockDetected,
-            _NeedsLock,
-        ):
-            _log.info("partition %s waits for a writer", wanted.name, extra={"action": "partition_waits"})
-            break
-    return made
-
-
-def _make_partition(connection: psycopg.Connection[Any], schema: str, table: str, column: str, wanted: Range) -> bool:
-    """Make one partition as a plain table and attach it, which locks the default one against writers; whether it was made.
-
-    Where rows are moved or written, ACCESS EXCLUSIVE on the parent itself comes first. Who has looked at the list of
-    partitions already and then waits for the default one would go on with the old list: a reader would find the default
-    one emptied, never look into the new one, and miss these rows; a writer would be refused, since his row no longer
-    belongs into the default one.
-    """
-    parts: dict[str, sql.Composable] = {
-        "parent": sql.Identifier(schema, table), "default": sql.Identifier(schema, f"{table}_default"),
-        "child": sql.Identifier(schema, wanted.name), "column": sql.Identifier(column),
-        "low": sql.Literal(wanted.low), "high": sql.Literal(wanted.high),
-    }  # fmt: skip
-
-    def run(statement: LiteralString) -> psycopg.Cursor[Any]:
-        return connection.execute(sql.SQL(statement).format(**parts))
-
-    with connection.transaction():
-        connection.execute("SET LOCAL lock_timeout = '250ms'")
-        connection.execute("SET LOCAL statement_timeout = '1s'")
-        query, name = "SELECT pg_try_advisory_xact_lock(hashtextextended(%s, 0))", f"partitions {schema} {table}"
-        row = connection.execute(query, (name,)).fetchone()
-        if row is None or not row[0]:
-            raise _Busy
-        if wanted.name in existing_partitions(connection, schema, table):
-            return False
-        if wanted.busy:
-            run("LOCK TABLE ONLY {parent} IN ACCESS EXCLUSIVE MODE")
-        run("LOCK TABLE {default} IN ACCESS EXCLUSIVE MODE")
-        run("CREATE TABLE {child} (LIKE {parent} INCLUDING ALL EXCLUDING IDENTITY)")
-        moved = run("""
-            WITH moved AS (DELETE FROM {default} WHERE {column} >= {low} AND {column} < {high} RETURNING *)
-            INSERT INTO {child} SELECT * FROM moved
-        """)
-        if moved.rowcount and not wanted.busy:  # rows came since they were counted: next time, with the lock
-            raise _NeedsLock
-        run("ALTER TABLE {parent} ATTACH PARTITION {child} FOR VALUES FROM ({low}) TO ({high})")
-    return True
-
-
-def _rows_in_default(connection: psycopg.Connection[Any], schema: str, table: str, column: str, wanted: Range) -> int:
-    row = connection.execute(
-        sql.SQL("SELECT count(*) FROM (SELECT FROM {} WHERE {} >= %s AND {} < %s LIMIT %s) held").format(
-            sql.Identifier(schema, f"{table}_default"), sql.Identifier(column), sql.Identifier(column)
-        ),
-        (wanted.low, wanted.high, MOVED_ROWS + 1),
-    ).fetchone()
-    assert row is not None
-    return int(row[0])

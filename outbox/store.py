@@ -3,7 +3,7 @@
 Invariants:
 
 * Rows of the outbox are inserted once and never updated or deleted. (One exception moves rows from the default partition
-  to their own, see `outbox.schema.make_partitions`; a moved row keeps its position and transaction id.)
+  to their own, see `outbox.partitions`; a moved row keeps its position and transaction id.)
 * The relay reads **windows between two snapshots**: the rows visible in `snap` and not in `prev`, ordered by position.
   Ids are handed out before commit, so neither a last id nor a lowest running transaction will do: the first loses
   what commits late, the second stops for any open transaction and breaks the order of a key. In a window nothing is
@@ -35,6 +35,7 @@ from psycopg import sql
 from outbox import schema as schemas
 from outbox.envelope import ROW
 from outbox.errors import AlreadySealed
+from outbox.partitions import Partition, Partitions, covered_until
 from outbox.tables import COLUMNS
 
 Connection = psycopg.Connection[Any]
@@ -158,6 +159,7 @@ class Store:
             name: sql.Identifier(schema, name)
             for name in ("outbox", "outbox_batch", "outbox_stream", "outbox_epoch", "outbox_group")
         }
+        self._partitions = Partitions(schema, "outbox", "position")
         self._composed: dict[tuple[str, int | None], sql.Composed] = {}
 
     def _sql(self, statement: str, timeline: int | None = None) -> sql.Composed:
@@ -575,50 +577,35 @@ class Store:
         return Batch(*row) if row else None
 
     def drop_partition(self, connection: Connection, settled: Window, keep_seconds: float) -> str | None:
-        """Drop the oldest partition if it is full, all of its rows are settled and its last one is older than
+        """Drop the oldest partition of ours that is full, if all of its rows are settled and its last one is older than
         `keep_seconds`; returns its name. Settled is what is visible in the window's `snap`, if the window is open: up to
-        position `after`. None also where a writer still holds it, or somebody reads for long.
-
-        Asks first without a lock, with two probes of its indexes, and once more with ACCESS EXCLUSIVE on it and on the
-        outbox, which is waited for for a quarter of a second.
-        """
-        names = [n for n in schemas.existing_partitions(connection, self.schema, "outbox") if n != "outbox_default"]
-        row = connection.execute(self._sql("SELECT coalesce(max(position), 0) FROM {outbox}")).fetchone()
-        assert row is not None
-        oldest = min(names, key=_upper, default="")
-        if not oldest or _upper(oldest) > (min(row[0], settled.after + 1) if settled.open else row[0]):
-            return None
-        child = sql.Identifier(self.schema, oldest)
+        position `after`. See `outbox.partitions.Partitions.drop_oldest`; two probes of the indexes of each."""
+        newest = self._newest_position(connection)
+        full = min(newest, settled.after + 1) if settled.open else newest
         query = sql.SQL("""
             SELECT NOT EXISTS (
                 SELECT FROM {child} WHERE xid >= pg_snapshot_xmin(%(snap)s::pg_snapshot)
                 AND NOT pg_visible_in_snapshot(xid, %(snap)s::pg_snapshot)
             ) AND (SELECT created_at < clock_timestamp() - make_interval(secs => %(keep)s)
                    FROM {child} ORDER BY position DESC LIMIT 1)
-        """).format(child=child)
+        """)
         parameters = {"snap": settled.snap, "keep": keep_seconds}
 
-        def is_settled() -> bool:
-            row = connection.execute(query, parameters).fetchone()
+        def is_settled(found: Partition) -> bool:
+            if found.high > full:
+                return False
+            child = sql.Identifier(found.schema, found.name)
+            row = connection.execute(query.format(child=child), parameters).fetchone()
             return bool(row and row[0])  # NULL: it is empty, and may yet be written to
 
-        try:
-            if not is_settled():
-                return None
-            with connection.transaction():
-                connection.execute("SET LOCAL lock_timeout = '250ms'")
-                connection.execute(self._sql("LOCK TABLE ONLY {outbox} IN ACCESS EXCLUSIVE MODE"))
-                connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(child))
-                if not is_settled():
-                    return None
-                connection.execute(sql.SQL("DROP TABLE {}").format(child))
-        except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected, psycopg.errors.UndefinedTable):
-            return None
-        return oldest
+        return self._partitions.drop_oldest(connection, is_settled)
 
     def delete_from_default(self, connection: Connection, settled: Window, keep_seconds: float, limit: int) -> int:
         """Delete up to `limit` rows of the default partition that are settled (see `drop_partition`) and older than
         `keep_seconds`: those that never got a partition of their own. Walks its primary key; locks only these rows."""
+        default = self._partitions.default(connection)
+        if default is None:
+            return 0
         deleted = connection.execute(
             sql.SQL("""
             DELETE FROM {default} WHERE position IN (
@@ -626,7 +613,7 @@ class Store:
                 WHERE pg_visible_in_snapshot(xid, %(snap)s::pg_snapshot) AND (NOT %(open)s OR position <= %(after)s)
                   AND created_at < clock_timestamp() - make_interval(secs => %(keep)s)
                 ORDER BY position LIMIT %(limit)s FOR UPDATE SKIP LOCKED)
-            """).format(default=sql.Identifier(self.schema, "outbox_default")),
+            """).format(default=default),
             {
                 "snap": settled.snap, "open": settled.open, "after": settled.after, "keep": keep_seconds, "limit": limit
             },
@@ -704,42 +691,39 @@ class Store:
     # --- partitions ---
 
     def make_partitions(self, connection: Connection, rows: int, ahead: int) -> int:
-        """Make partitions of `rows` positions up to `ahead` of them beyond the newest position; return how many."""
-        names = schemas.existing_partitions(connection, self.schema, "outbox")
-        row = connection.execute(self._sql("SELECT coalesce(max(position), 0) FROM {outbox}")).fetchone()
-        assert row is not None
-        newest = int(row[0])
-        low = max((_upper(name) for name in names if name != "outbox_default"), default=0)
+        """Make partitions of `rows` positions up to `ahead` of them beyond the newest position; return how many. See
+        `outbox.partitions.Partitions.make`."""
+        newest = self._newest_position(connection)
+        present = self._partitions.present(connection)
+        low = max((found.high for found in present if found.low <= newest), default=0)
         if newest - low > 2 * rows:  # the relay was away for long; what lies between stays in the default partition
             low = newest - newest % rows
-        ranges = [
-            schemas.Range(f"outbox_{start}_{start + rows}", start, start + rows, busy=start <= newest + rows)
-            for start in range(low, newest + ahead * rows + 1, rows)
-        ]
-        return schemas.make_partitions(connection, self.schema, "outbox", "position", ranges)
+        return self._partitions.make(connection, low, newest + ahead * rows, rows, busy=newest + rows)
 
     def positions_ahead(self, connection: Connection) -> int:
-        """How many positions are left in partitions beyond the newest event; negative or 0: none."""
-        names = schemas.existing_partitions(connection, self.schema, "outbox")
-        row = connection.execute(self._sql("SELECT coalesce(max(position), 0) FROM {outbox}")).fetchone()
-        assert row is not None
-        return max((_upper(name) for name in names if name != "outbox_default"), default=0) - int(row[0])
+        """How many positions after the newest event have a partition of their own, up to the first gap."""
+        following = self._newest_position(connection) + 1
+        return covered_until(self._partitions.present(connection), following) - following
 
-    def rows_in_default(self, connection: Connection, limit: int) -> int:
-        """Events in the default partition, counted up to `limit`."""
-        row = connection.execute(
-            sql.SQL("SELECT count(*) FROM (SELECT FROM {} LIMIT %s) held").format(
-                sql.Identifier(self.schema, "outbox_default")
-            ),
-            (limit,),
-        ).fetchone()
+    def partitions(self, connection: Connection) -> list[Partition]:
+        """Every partition of the outbox."""
+        return self._partitions.present(connection)
+
+    def _newest_position(self, connection: Connection) -> int:
+        row = connection.execute(self._sql("SELECT coalesce(max(position), 0) FROM {outbox}")).fetchone()
         assert row is not None
         return int(row[0])
 
-
-def _upper(partition: str) -> int:
-    """The position that a partition ends before, from its name."""
-    return int(partition.rsplit("_", 1)[1])
+    def rows_in_default(self, connection: Connection, limit: int) -> int | None:
+        """Events in the default partition, counted up to `limit`; None: there is no default partition."""
+        default = self._partitions.default(connection)
+        if default is None:
+            return None
+        row = connection.execute(
+            sql.SQL("SELECT count(*) FROM (SELECT FROM {} LIMIT %s) held").format(default), (limit,)
+        ).fetchone()
+        assert row is not None
+        return int(row[0])
 
 
 @lru_cache(maxsize=256)

@@ -18,7 +18,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"errors"},
         {"envelope", "address"},
         {"settings", "telemetry", "retry"},
-        {"tables", "schema", "transport"},
+        {"tables", "schema", "partitions", "transport"},
         {"store"},
         {"writer", "retention", "streams"},
         {"relay", "replay"},
@@ -39,7 +39,7 @@ FLOORS: dict[str, list[set[str]]] = {
 #: What stands beside the floors: imports nothing of ours.
 ALONE = {"outbox.embedded"}
 #: What consumer may use of outbox: the published language.
-LANGUAGE = {"errors", "envelope", "settings", "telemetry", "retry", "transport", "schema"}
+LANGUAGE = {"errors", "envelope", "settings", "telemetry", "retry", "transport", "schema", "partitions"}
 #: Named exceptions: module, and what it may import besides.
 EXCEPTIONS = {
     "consumer.reconcile": {"outbox.store"},
