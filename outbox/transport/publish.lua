@@ -33,6 +33,9 @@ for _, run in ipairs(cmsgpack.unpack(ARGV[4])) do
   end
   entries = entries + #columns[1]
 end
+if not last then  -- nothing is left of the batch, and a marker counts only beside a stream: an empty one
+  last, added = call('XADD', KEYS[1], 'MAXLEN', '0', '*', 'lost', ''), 1
+end
 call('HSET', KEYS[2], 'batch', ARGV[2], 'last', last, 'added', string.format('%d', added + entries))
 if first then call('HSET', KEYS[2], 'lanes', ARGV[3], 'keep', ARGV[5]) end
 if ARGV[6] == 'restart' then

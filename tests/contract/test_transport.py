@@ -333,6 +333,15 @@ def test_a_lost_stream_has_no_marker_and_can_be_published_again(there: Any) -> N
     assert in_stream(there) == ["1.0"]
 
 
+def test_a_batch_of_which_nothing_is_left_leaves_its_marker_where_no_stream_is(there: Any) -> None:
+    assert there.transport.publish([part(1, events=0)]) == [marker(1)]
+    assert there.transport.markers(["a"]) == {"a": marker(1)}
+    assert there.transport.publish([part(2, marker(1))]) == [marker(2)]
+    assert in_stream(there) == ["2.0"]
+    state = there.transport.inspect("a")
+    assert (state.length, state.missing) == (1, 0)
+
+
 def test_a_group_that_was_there_first_does_not_disturb_the_first_batch(there: Any) -> None:
     there.transport.open(GROUP, ["a"])
     assert there.transport.markers(["a"]) == {"a": None}
