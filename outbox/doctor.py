@@ -383,7 +383,7 @@ def partitions(present: Sequence[Partition], schema: str, table: str) -> Iterato
     if names := [f"{found.schema}.{found.name}" for found in present if not (found.ours or found.default)]:
         yield warning(
             "foreign-partitions", f"{len(names)} partitions of {table} are not as they were made: {', '.join(names[:5])}",
-            "They are used like the others, but never dropped for their age: detach or drop them when nobody needs their rows.",
+            "They have a name, schema, kind or owner of their own. They are used like the others, but never dropped for their age: detach or drop them when nobody needs their rows.",
         )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ class Partition(NamedTuple):
     Attributes:
         low, high: its rows are in [low, high), in whole units of its table; the default one: nothing.
         default: whether it is the default one.
-        ours: a plain table beside its parent, named after its bounds.
+        ours: a plain table beside its parent, named after its bounds, and of its owner or a role that we may act as.
     """
 
     schema: str
@@ -75,7 +75,8 @@ class Partitions:
         rows = connection.execute(
             r"""
             SELECT n.nspname, child.relname, expression = 'DEFAULT',
-                   child.relkind = 'r' AND n.oid = parent.relnamespace AND NOT inhdetachpending,
+                   child.relkind = 'r' AND n.oid = parent.relnamespace AND NOT inhdetachpending
+                   AND (child.relowner = parent.relowner OR pg_has_role(child.relowner, 'USAGE')),
                    regexp_match(expression, $$FROM \('?([^')]+)'?\) TO \('?([^')]+)'?\)$$)
             FROM pg_catalog.pg_inherits
             JOIN pg_catalog.pg_class parent ON parent.oid = inhparent

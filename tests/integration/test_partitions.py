@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
 
 import psycopg
 import pytest
 
+from consumer import doctor as consumer_doctor
 from consumer.ledger import Ledger
 from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
@@ -18,6 +21,7 @@ from outbox.embedded import PostgresServer
 from outbox.partitions import Partition, Partitions
 from outbox.store import Store
 from tests.faults.chaos import TABLES, TOPIC, Bench, drain, ledger
+from tests.waiting import eventually
 
 DAY = 86_400_000
 
@@ -265,6 +269,42 @@ def test_a_ledger_without_a_default_partition(bench: Bench, caplog: pytest.LogCa
     consume(bench)
     assert said(caplog) == ["default_partition_missing"]
     assert len(bench.effects()) == 3, "ids of today have a partition of their own"
+    settings = ConsumerSettings(database_url=bench.database_url, redis_url=bench.redis_url, key_prefix=bench.prefix)
+    (found,) = [f for f in consumer_doctor.examine(ledger, settings) if f.code == "default-partition-missing"]
+    assert "processed_messages_default" in found.do
+    bench.write(1, id=uuid.uuid4())
+    relay(bench)
+    consume(bench)
+    assert len(bench.effects()) == 3, "the other ones wait"
+    bench.db.execute("ALTER TABLE public.processed_messages ATTACH PARTITION public.processed_messages_default DEFAULT")
+    worker = Worker(
+        ledger, settings.model_copy(update={"claim_seconds": 0.1, "check_seconds": 0.01, "block_seconds": 0.01})
+    )
+    eventually(lambda: worker.run_once() and len(bench.effects()) == 4)
+    worker.close()
+
+
+def test_a_partition_of_another_owner_is_passed_over(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    role = f"relay_{secrets.token_hex(4)}"
+    bench.db.execute(f"CREATE ROLE {role} LOGIN PASSWORD '{role}'")  # type: ignore[arg-type]
+    try:
+        bench.db.execute("CREATE TABLE public.outbox_0_1000 PARTITION OF public.outbox FOR VALUES FROM (0) TO (1000)")
+        for table in ("", "_default", "_batch", "_stream", "_epoch", "_group", "_schema_version"):
+            bench.db.execute(f"ALTER TABLE public.outbox{table} OWNER TO {role}")  # type: ignore[arg-type]
+        bench.db.execute(f"GRANT ALL ON SCHEMA public TO {role}; GRANT SELECT ON public.outbox_0_1000 TO {role}")  # type: ignore[arg-type]
+        parts = urlsplit(bench.database_url)
+        url = parts._replace(netloc=f"{role}:{role}@{parts.hostname}:{parts.port}").geturl()
+        bench.write(1)
+        relay(bench, database_url=url)
+        bench.fill(2500)
+        relay(bench, database_url=url)
+        age(bench)
+        relay(bench, database_url=url)
+        assert names(bench)[:3] == ["outbox_0_1000", "outbox_2000_3000", "outbox_3000_4000"]
+        assert "retention_denied" not in {getattr(record, "action", "") for record in caplog.records}
+        assert bench.one("SELECT count(*) FROM public.outbox_batch") == 1
+    finally:
+        bench.db.execute(f"DROP OWNED BY {role} CASCADE; DROP ROLE {role}")  # type: ignore[arg-type]
 
 
 def test_what_is_detached_at_the_last_moment_is_not_dropped(bench: Bench) -> None:
