@@ -28,7 +28,7 @@ failures: $(READY)  ## the failure gallery: each classic loss, the naive way bes
 test: $(READY)  ## all tests, on embedded PostgreSQL and Valkey (or DATABASE_URL / REDIS_URL)
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-long: $(READY)  ## what `make test` leaves out because it takes long: a soak, sabotage, gallery, outages (5 minutes)
+test-long: $(READY)  ## what `make test` leaves out because it takes long: soak, clusters, poolers, stand-bys, gallery (8 minutes)
 	@$(BIN)/python -m pytest -m long $(ARGS)
 
 lint: $(READY)

@@ -168,7 +168,11 @@ def _server(name: str, protocol: int, decode: bool) -> Any:
 
 _SERVERS = [_server(name, *client) for name in SERVERS for client in CLIENTS]
 _SERVERS += [
-    pytest.param(("cluster", name, protocol), id=f"{name}-cluster-resp{protocol}")
+    pytest.param(
+        ("cluster", name, protocol),
+        id=f"{name}-cluster-resp{protocol}",
+        marks=() if (name, protocol) == (SERVERS[-1], 3) else pytest.mark.long,
+    )
     for name in SERVERS
     for protocol in ((2, 3) if name == SERVERS[-1] else (3,))
 ]

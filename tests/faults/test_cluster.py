@@ -26,6 +26,8 @@ from tests.faults.chaos import TOPIC, Bench, drain, ledger, version_order
 from tests.faults.cluster import Cluster
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.long
+
 LANES = 8
 KEYS = 24
 STREAMS = streams_of(TOPIC, LANES)
@@ -125,7 +127,6 @@ def scene(database_url: str, stack: ExitStack) -> Scene:
     return Scene(stack, database_url, stack.enter_context(Cluster()))
 
 
-@pytest.mark.long
 def test_o_91_slots_are_moved_under_way(scene: Scene) -> None:
     """Every lane's slot goes to another node, and one of them stands between two for a while."""
     cluster = scene.cluster
@@ -139,7 +140,6 @@ def test_o_91_slots_are_moved_under_way(scene: Scene) -> None:
     scene.check()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("behind", [False, True], ids=["its replica is up to date", "its replica is behind"])
 def test_o_91_a_primary_is_killed(scene: Scene, behind: bool) -> None:
     cluster = scene.cluster
@@ -164,7 +164,6 @@ def _length(cluster: Cluster, node: int, scene: Scene) -> int:
         return int(client.xlen(scene.bench.key(STREAMS[0])))
 
 
-@pytest.mark.long
 def test_o_91_a_failover_by_hand(scene: Scene) -> None:
     cluster = scene.cluster
     for primary in range(cluster.size):

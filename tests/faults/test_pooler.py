@@ -35,6 +35,8 @@ from tests.faults.chaos import ROOT, TOPIC, Bench, ledger, version_order
 from tests.faults.proxy import Proxy, port_of, through
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.long
+
 CONSUMER = ("consumer", "run", "tests.faults.chaos:ledger")
 QUICK = {
     "CONSUMER_CLAIM_SECONDS": "1", "CONSUMER_CHECK_SECONDS": "0.2", "CONSUMER_BLOCK_SECONDS": "0.2",
@@ -111,7 +113,7 @@ class Writers:
         self.committed.append(str(event.id))
 
 
-@pytest.mark.parametrize("kills", [0, pytest.param(12, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [0, pytest.param(12)])
 def test_o_77_every_event_is_applied_once(bench: Bench, bouncer: Bouncer, tmp_path: Path, kills: int) -> None:
     """Three writers, two relays and two consumers share three sessions, and PgBouncer is killed -9 among them."""
     log = tmp_path / "log"
@@ -273,7 +275,6 @@ def credit_slowly(event: Envelope, session: Session) -> None:
         time.sleep(2)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("pooled", [True, False], ids=["pooler", "direct"])
 def test_o_79_a_limit_for_idle_transactions(
     bench: Bench, database_url: str, bouncer: Bouncer, pooled: bool, tmp_path: Path
@@ -324,7 +325,6 @@ def command(bench: Bench, *words: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout or ended.stderr
 
 
-@pytest.mark.long
 def test_every_command_through_a_pooler(bench: Bench) -> None:
     target = "tests.faults.chaos:ledger"
     for side in ("outbox", "consumer"):

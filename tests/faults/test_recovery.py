@@ -18,6 +18,8 @@ from tests.faults.chaos import ROOT, Bench
 from tests.faults.proxy import Proxy, port_of, through
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.long
+
 #: Longer than it takes for the relay's pauses to have grown to the longest, and than a time-out (of 3 seconds).
 _OUTAGE_SECONDS = 4.0
 _WITHIN_SECONDS = 5.0
@@ -78,7 +80,6 @@ def half_open(server: ValkeyServer, bench: Bench, proxy: Proxy) -> Iterator[str]
 Outage = Callable[[ValkeyServer, Bench, Proxy], AbstractContextManager[str]]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("outage", [killed, paused, full, loading, read_only, half_open])
 def test_publishing_goes_on_within_five_seconds(
     outage: Outage, database_url: str, own_valkey: Callable[..., ValkeyServer], tmp_path: Path

@@ -17,6 +17,8 @@ from tests.faults.chaos import Bench
 from tests.faults.sentinels import Watched
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.long
+
 QUICK = {
     "OUTBOX_REDIS_TIMEOUT_SECONDS": "1", "CONSUMER_REDIS_TIMEOUT_SECONDS": "1", "CONSUMER_BLOCK_SECONDS": "0.5",
     "CONSUMER_CLAIM_SECONDS": "1", "CONSUMER_CHECK_SECONDS": "0.2", "CONSUMER_BACKOFF_MAX_SECONDS": "0.3",
@@ -29,7 +31,6 @@ def stack() -> Iterator[ExitStack]:
         yield found
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("how", ["killed", "hangs"])
 @pytest.mark.parametrize("name", sorted(redis_servers()))
 def test_the_primary_is_lost_and_another_takes_over(database_url: str, stack: ExitStack, name: str, how: str) -> None:

@@ -23,6 +23,8 @@ from outbox.settings import RelaySettings
 from tests.faults.chaos import Bench, ledger
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.long
+
 
 class Tenant:
     """One installation: a schema, a prefix, a relay and a consumer of its own."""

@@ -22,6 +22,8 @@ from tests.faults.chaos import ROOT, Bench, drain
 from tests.faults.proxy import port_of
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.long
+
 ALL = ["valkey9", "redis8", "redis7"]
 KNOWS_WAITAOF = ["valkey9", "redis8"]
 Start = Callable[..., ValkeyServer]
