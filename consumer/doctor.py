@@ -7,9 +7,9 @@ from contextlib import closing
 from typing import Final
 
 from consumer.handlers import Consumer
-from consumer.ledger import Connection, Ledger
+from consumer.ledger import Connection, Keeper, Ledger
 from consumer.settings import ConsumerSettings
-from consumer.worker import _MARGIN_SECONDS as MARGIN_SECONDS  # one rule, and the worker refuses to start by it
+from consumer.worker import MARGIN_SECONDS  # one rule, and the worker refuses to start by it
 from outbox import schema as schemas
 from outbox.doctor import (
     Examination,
@@ -44,6 +44,7 @@ CONSUMING: Final = {
     "processed_messages": "SELECT, INSERT, UPDATE, DELETE",
     "entity_versions": "SELECT, INSERT, UPDATE",
     "dead_letters": "SELECT, INSERT",
+    "consumer_retention": "SELECT, INSERT, UPDATE, DELETE",
 }
 #: What it needs besides to forget what is old.
 UPKEEP: Final = {"processed_messages_default": "SELECT, DELETE", "entity_versions": "DELETE"}
@@ -111,6 +112,7 @@ def _ledger(connection: Connection, ledger: Ledger, settings: ConsumerSettings) 
     with reading(connection):
         ahead = ledger.seconds_ahead(connection)
         dead = ledger.dead_letters(connection)
+        keeper = ledger.keeper(connection, MARGIN_SECONDS)
         present = ledger.partitions(connection)
     yield from partitions(present, ledger.schema, "processed_messages")
     if ahead < settings.ledger_partition_days * 86_400:
@@ -120,6 +122,8 @@ def _ledger(connection: Connection, ledger: Ledger, settings: ConsumerSettings) 
         )  # fmt: skip
     else:
         yield ok("ledger-partitions", f"partitions of the ledger reach {lasting(ahead)} ahead")
+    if keeper is not None:
+        yield _keeps(keeper, ledger.schema)
     if dead:
         reasons = ", ".join(f"{count} {reason}" for reason, count in dead.items())
         yield warning(
@@ -128,6 +132,23 @@ def _ledger(connection: Connection, ledger: Ledger, settings: ConsumerSettings) 
         )  # fmt: skip
     else:
         yield ok("dead-letters", "no dead letters")
+
+
+def _keeps(keeper: Keeper, schema: str) -> Finding:
+    what = f"the ledger remembers what was processed in the last {lasting(keeper.seconds)}"
+    if keeper.seconds < keeper.retention_seconds + 1:
+        return ok("ledger-keeps", what)
+    what += (
+        f", longer than for the {lasting(keeper.retention_seconds)} that consumer {keeper.consumer} is set to: the outbox of "
+        f"topic {keeper.topic} still has older events and may publish them again"
+    )
+    if keeper.unseen_seconds >= MARGIN_SECONDS:
+        return warning(
+            "ledger-keeps", f"{what}, or did when the consumer was last seen, {lasting(keeper.unseen_seconds)} ago",
+            f"Start it. If it is gone for good: outbox drop-group {keeper.consumer}, and delete its rows of "
+            f"{schema}.consumer_retention.",
+        )  # fmt: skip
+    return ok("ledger-keeps", f"{what} (a group lags, see outbox doctor; or a partition is not full yet)")
 
 
 def _streams(there: StreamTransport, consumer: Consumer, streams: Sequence[str]) -> Iterator[Finding]:

@@ -51,6 +51,23 @@ class DeadLetter:
     attempts: int
 
 
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """The consumer, and its topic, that the ledger remembers the most for.
+
+    Attributes:
+        seconds: for how long it does.
+        retention_seconds: for how long the consumer is set to; less, where its outbox still has older events.
+        unseen_seconds: since a process of the consumer was last there.
+    """
+
+    consumer: str
+    topic: str
+    seconds: float
+    retention_seconds: int
+    unseen_seconds: float
+
+
 class Ledger:
     """The statements, for one consumer name in one schema."""
 
@@ -58,8 +75,10 @@ class Ledger:
         self.consumer = consumer
         self.schema = schema
         self._partitions = Partitions(schema, "processed_messages", "event_id", _millisecond, _first_id)
+        self._held: dict[str, datetime] = {}  # partitions of old ids, and when a row of theirs was processed
         names = {
-            name: sql.Identifier(schema, name) for name in ("processed_messages", "entity_versions", "dead_letters")
+            name: sql.Identifier(schema, name)
+            for name in ("processed_messages", "entity_versions", "dead_letters", "consumer_retention")
         }
 
         def compose(statement: str) -> sql.Composed:
@@ -106,6 +125,33 @@ class Ledger:
             INSERT INTO {dead_letters} (consumer, stream, stream_id, event_id, reason, error, fields, attempts)
             VALUES (%s, %s, %s, %s, %s, %s, %s::bytea[], %s)
             ON CONFLICT (consumer, stream, stream_id) DO NOTHING
+        """)
+
+        self._remember = compose("""
+            WITH gone AS (
+                DELETE FROM {consumer_retention} WHERE consumer = %(consumer)s AND topic <> ALL (%(topics)s::text[])
+            )
+            INSERT INTO {consumer_retention} AS r (consumer, topic, retention_seconds, outbox_since)
+            SELECT %(consumer)s, topic, %(retention)s, to_timestamp(since)
+            FROM unnest(%(topics)s::text[], %(since)s::bigint[]) AS found (topic, since) ORDER BY topic
+            ON CONFLICT (consumer, topic) DO UPDATE SET
+                retention_seconds = excluded.retention_seconds,
+                seen_at = clock_timestamp(),
+                (outbox_since, before_since, begun_at) = (
+                    SELECT CASE WHEN over THEN excluded.outbox_since ELSE least(r.outbox_since, excluded.outbox_since) END,
+                           CASE WHEN over THEN r.outbox_since ELSE r.before_since END,
+                           CASE WHEN over THEN clock_timestamp() ELSE r.begun_at END
+                    FROM (SELECT excluded.outbox_since IS NOT NULL
+                              AND r.begun_at < clock_timestamp() - make_interval(secs => %(margin)s)) AS day (over)
+                )
+        """)
+        self._keeper = compose("""
+            SELECT consumer, topic, extract(epoch FROM clock_timestamp() - since)::float8, retention_seconds,
+                   extract(epoch FROM clock_timestamp() - seen_at)::float8, since
+            FROM {consumer_retention},
+                 least(clock_timestamp() - make_interval(secs => retention_seconds),
+                       least(outbox_since, before_since) - make_interval(secs => %(margin)s)) AS since
+            ORDER BY since LIMIT 1
         """)
 
     def claim(self, connection: Connection, ids: Iterable[uuid.UUID]) -> set[uuid.UUID]:
@@ -172,20 +218,74 @@ class Ledger:
 
     # --- retention ---
 
-    def drop_partition(self, connection: Connection, keep_seconds: float) -> str | None:
-        """Drop the oldest partition of ours if all of its UUIDv7 ids are older than `keep_seconds`; returns its name.
+    def remember(
+        self, connection: Connection, retention_seconds: int, oldest: Mapping[str, int | None], margin_seconds: int
+    ) -> None:
+        """Write down what this consumer needs the ledger to remember, for whoever forgets; see `needed_since`.
 
-        It holds rows of every consumer. See `outbox.partitions.Partitions.drop_oldest`.
+        There may be entries in our streams of events that the outbox has dropped meanwhile: published again for a group
+        that lagged, which has caught up before us. So what the outbox had stays written down for the margin (and up to once
+        more that) from when we first saw that it has it no more; we may have been away until then. Locks this consumer's
+        rows, in order of the topics; uses the primary key.
+
+        Args:
+            oldest: by topic, of all that we read: Unix time at which the oldest event was recorded that the topic's outbox
+                still has; None: not known now, and what was written down before stays.
+        """
+        connection.execute(
+            self._remember,
+            {
+                "consumer": self.consumer, "retention": retention_seconds, "topics": list(oldest),
+                "since": list(oldest.values()), "margin": margin_seconds,
+            },
+        )  # fmt: skip
+
+    def needed_since(self, connection: Connection, margin_seconds: int) -> datetime:
+        """What was processed before may be forgotten: every consumer of the schema remembers for as long as it is set to,
+        and what its outbox could publish again or had lately, and the margin on top of that, for clocks that differ. A
+        consumer that is away keeps what it needed last. Reads a row a topic and consumer; ours must be there."""
+        row = connection.execute(self._keeper, {"margin": margin_seconds}).fetchone()
+        assert row is not None
+        needed: datetime = row[-1]
+        return needed
+
+    def drop_partition(self, connection: Connection, before: datetime) -> str | None:
+        """Drop the oldest partition of ours of which all UUIDv7 ids are from before then, and no row was processed later
+        (ids may be much older than their events); returns its name.
+
+        It holds rows of every consumer. See `outbox.partitions.Partitions.drop_oldest`. For rows processed later it looks
+        into processed_messages_time, and reads the last pages, which are not in there yet: for a second at most, or it is
+        another time's turn. What is found is remembered here, so that it is not looked for every time.
 
         Args:
             connection: in autocommit mode.
         """
-        before = self._now(connection) - keep_seconds * 1000
-        return self._partitions.drop_oldest(connection, lambda found: found.high < before)
 
-    def delete_old(self, connection: Connection, keep_seconds: float, limit: int) -> int:
-        """Delete up to `limit` rows each of the ledger's default partition (ids that are not UUIDv7) and of the versions
-        that are older than `keep_seconds`, of every consumer. Reads both tables; locks only these rows."""
+        def is_old(found: Partition) -> bool:
+            if found.high > before.timestamp() * 1000 or (
+                found.name in self._held and self._held[found.name] >= before
+            ):
+                return False
+            child = sql.Identifier(found.schema, found.name)
+            try:
+                with connection.transaction():
+                    connection.execute("SET LOCAL statement_timeout = '1s'")
+                    connection.execute("SET LOCAL enable_seqscan = off")
+                    row = connection.execute(
+                        sql.SQL("SELECT processed_at FROM {} WHERE processed_at >= %s LIMIT 1").format(child), (before,)
+                    ).fetchone()
+            except psycopg.errors.QueryCanceled:
+                return False
+            if row is not None:
+                self._held[found.name] = row[0]
+            return row is None
+
+        return self._partitions.drop_oldest(connection, is_old)
+
+    def delete_old(self, connection: Connection, before: datetime, limit: int) -> int:
+        """Delete up to `limit` rows each of the ledger's default partition (ids that are not UUIDv7) that were processed
+        before then, and of the versions that stand still since, of every consumer. Reads both tables; locks only these
+        rows."""
         deleted = 0
         versions = sql.Identifier(self.schema, "entity_versions")
         for table, column in ((self._partitions.default(connection), "processed_at"), (versions, "updated_at")):
@@ -194,10 +294,9 @@ class Ledger:
             deleted += connection.execute(
                 sql.SQL("""
                 DELETE FROM {table} WHERE ctid = ANY (ARRAY(
-                    SELECT ctid FROM {table} WHERE {column} < clock_timestamp() - make_interval(secs => %s)
-                    LIMIT %s FOR UPDATE SKIP LOCKED))
+                    SELECT ctid FROM {table} WHERE {column} < %s LIMIT %s FOR UPDATE SKIP LOCKED))
                 """).format(table=table, column=sql.Identifier(column)),
-                (keep_seconds, limit),
+                (before, limit),
             ).rowcount
         return deleted
 
@@ -236,6 +335,11 @@ class Ledger:
         return int(row[0])
 
     # --- for the doctor ---
+
+    def keeper(self, connection: Connection, margin_seconds: int) -> Keeper | None:
+        """Whom the ledger remembers the most for, see `needed_since`; None: no consumer has been here."""
+        row = connection.execute(self._keeper, {"margin": margin_seconds}).fetchone()
+        return Keeper(*row[:-1]) if row else None
 
     def seconds_ahead(self, connection: Connection) -> float:
         """How far the partitions reach beyond the clock, up to the first gap; 0: not even to it."""

@@ -39,7 +39,8 @@ class ConsumerSettings(Settings):
     prepare_threshold: int | None = Field(default=None, ge=0, le=1000)
     #: Days for which the ledger remembers what was processed, and versions of keys that do not change. Longer than the
     #: outbox keeps events (``OUTBOX_RETENTION_SECONDS``) by a day at least, or an event published again could be applied
-    #: again; that is seen to at the start. Default 30.
+    #: again; that is seen to at the start. It remembers longer where the outbox still has older events (a group lags), or
+    #: another consumer of the schema is set to more. Default 30.
     ledger_retention_days: int = Field(default=30, ge=1, le=3650)
     #: Days that one partition of the ledger holds, and partitions kept ahead of the clock. Defaults 7 and 4.
     ledger_partition_days: int = Field(default=7, ge=1, le=365)

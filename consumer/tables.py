@@ -11,6 +11,7 @@ from sqlalchemy import (
     Column,
     DateTime,
     Identity,
+    Index,
     Integer,
     LargeBinary,
     MetaData,
@@ -43,6 +44,12 @@ def metadata(schema: str = "public") -> MetaData:
         Column("outcome", Text, nullable=False, server_default=text("'applied'")),
         Column("processed_at", time, nullable=False, server_default=text("now()")),
         PrimaryKeyConstraint("consumer", "event_id"),
+        Index(
+            "processed_messages_time",
+            "processed_at",
+            postgresql_using="brin",
+            postgresql_with={"autosummarize": "on"},
+        ),
         postgresql_partition_by="RANGE (event_id)",
     )
     Table(
@@ -55,6 +62,18 @@ def metadata(schema: str = "public") -> MetaData:
         Column("version", BigInteger),
         Column("updated_at", time, nullable=False, server_default=text("now()")),
         PrimaryKeyConstraint("consumer", "topic", "type", "key"),
+    )
+    Table(
+        "consumer_retention",
+        meta,
+        Column("consumer", Text, nullable=False),
+        Column("topic", Text, nullable=False),
+        Column("retention_seconds", BigInteger, nullable=False),
+        Column("outbox_since", time),
+        Column("before_since", time),
+        Column("begun_at", time, nullable=False, server_default=text("clock_timestamp()")),
+        Column("seen_at", time, nullable=False, server_default=text("clock_timestamp()")),
+        PrimaryKeyConstraint("consumer", "topic"),
     )
     Table(
         "dead_letters",

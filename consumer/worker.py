@@ -13,7 +13,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,14 @@ from outbox.transport.base import side_stream, streams_of
 
 _log = logging.getLogger(__name__)
 
+_DAY = 86_400
 _PARTITION_SECONDS = 60.0
 _LANES_SECONDS = 10.0
 #: Rows of the ledger deleted at a time, once a minute.
 _DELETED = 5000
 _SIDE_SECONDS = 60.0
 #: By how much longer the ledger must remember than the outbox keeps: the time that an event may be in a stream, and tried.
-_MARGIN_SECONDS = 86_400
+MARGIN_SECONDS = _DAY
 #: How often names are looked for that processes left in the group, and after how long idle they are taken for left.
 _NAMES_SECONDS = 60.0
 _LEFT_SECONDS = 3600.0
@@ -107,6 +108,7 @@ class Worker:
         self._look_seconds = 0.0
         self._check_due = 0.0
         self._partitions_due = 0.0
+        self._forget_due = 0.0
         self._lanes_due = 0.0
         self._names_due = 0.0
         self._beat_due = 0.0
@@ -234,11 +236,15 @@ class Worker:
 
     def _prepare(self) -> None:
         if time.monotonic() >= self._partitions_due:
-            self._look_after_ledger()
+            self._on_ledger(self._check_ledger)
+            self._partitions_due, self._forget_due = time.monotonic() + _PARTITION_SECONDS, 0.0
         if self._usable is None:
             self._open()
         elif time.monotonic() >= self._lanes_due:
             self._check_lanes()
+        if time.monotonic() >= self._forget_due:  # not before our settings are checked
+            self._look_after_retention()
+            self._forget_due = self._partitions_due
         if time.monotonic() >= self._names_due:
             self._names_due = time.monotonic() + _NAMES_SECONDS
             self._forget_names()
@@ -286,8 +292,8 @@ class Worker:
         Raises:
             SettingsError: it does not.
         """
-        remembered = self._settings.ledger_retention_days * 86_400
-        if keep_seconds is not None and remembered < keep_seconds + _MARGIN_SECONDS:
+        remembered = self._settings.ledger_retention_days * _DAY
+        if keep_seconds is not None and remembered < keep_seconds + MARGIN_SECONDS:
             raise SettingsError(
                 f"CONSUMER_LEDGER_RETENTION_DAYS is {self._settings.ledger_retention_days}, but the relay's "
                 f"OUTBOX_RETENTION_SECONDS is {keep_seconds} ({keep_seconds / 86_400:.1f} days): an event published again "
@@ -335,24 +341,22 @@ class Worker:
             self._open()
             return []
 
-    def _look_after_ledger(self) -> None:
+    def _on_ledger(self, work: Callable[[psycopg.Connection[Any]], None]) -> None:
         try:
             with schemas.refusing_statement_pooling(), self._engine.connect() as connection:
                 driver_connection(connection)
                 connection = connection.execution_options(isolation_level="AUTOCOMMIT")
                 raw = connection.connection.driver_connection
                 assert isinstance(raw, psycopg.Connection)
-                self._check_ledger(raw)
+                work(raw)
         except (psycopg.OperationalError, sqlalchemy.exc.OperationalError, sqlalchemy.exc.TimeoutError) as error:
             raise DatabaseUnavailable(f"PostgreSQL: {brief(error)}") from error
-        self._partitions_due = time.monotonic() + _PARTITION_SECONDS
 
     def _check_ledger(self, raw: psycopg.Connection[Any]) -> None:
         settings = self._settings
         if not self._pooling_checked:
             self._check_prepared(raw)
         schemas.check_revision(raw, "consumer", settings.schema_name)
-        self._drop_old(raw)
         try:
             self._ledger.make_partitions(raw, settings.ledger_partition_days, settings.ledger_partitions_ahead)
         except psycopg.errors.InsufficientPrivilege as error:
@@ -375,11 +379,37 @@ class Worker:
             )
         self._pooling_checked = True
 
-    def _drop_old(self, raw: psycopg.Connection[Any]) -> None:
-        """Forget what the ledger need not remember any longer, of every consumer; a bounded amount of work."""
-        keep = self._settings.ledger_retention_days * 86_400
+    def _look_after_retention(self) -> None:
+        """Say what we need the ledger to remember, and forget what no consumer needs any longer. While no stream says what
+        its outbox still has and may publish again, nothing is forgotten.
+
+        Raises:
+            SettingsError: see `_check_retention`; nothing is said or forgotten then.
+        """
+        oldest = {topic: self._oldest_event(topic) for topic in self._consumer.topics}
+
+        def work(raw: psycopg.Connection[Any]) -> None:
+            self._ledger.remember(raw, self._settings.ledger_retention_days * _DAY, oldest, MARGIN_SECONDS)
+            if any(since is not None for since in oldest.values()):
+                self._forget_old(raw)
+
+        self._on_ledger(work)
+
+    def _oldest_event(self, topic: str) -> int | None:
+        """Unix time at which the oldest event was recorded that the topic's outbox still has; None: no relay has said it."""
+        for stream in streams_of(topic, self._settings.lanes.get(topic, 1)):
+            with contextlib.suppress(StreamUnusable):
+                info = self._transport.info(stream)
+                self._check_retention(info.keep_seconds)
+                if info.oldest is not None:
+                    return info.oldest
+        return None
+
+    def _forget_old(self, raw: psycopg.Connection[Any]) -> None:
+        """Forget what no consumer of the schema needs any longer; a bounded amount of work."""
         try:
-            name, rows = self._ledger.drop_partition(raw, keep), self._ledger.delete_old(raw, keep, _DELETED)
+            before = self._ledger.needed_since(raw, MARGIN_SECONDS)
+            name, rows = self._ledger.drop_partition(raw, before), self._ledger.delete_old(raw, before, _DELETED)
         except psycopg.errors.InsufficientPrivilege as error:
             _log.debug("the ledger keeps what is old: %s", error)
             return

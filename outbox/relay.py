@@ -584,6 +584,7 @@ class Relay:
         connection, until = self._connect(), time.monotonic() + _CATCH_UP_SECONDS
         if not self._unseen:
             self._unseen = list(self._streams)
+            self._streams.leave_age(connection)
             self._streams.load_groups(connection)
         while self._unseen:
             name = self._unseen.pop()

@@ -210,8 +210,8 @@ def _migrate(branch: Branch, schema: str) -> str:
 
 
 _OURS = re.compile(
-    r"outbox(_batch|_stream|_epoch|_group|_default|_schema_version|_\d+_\d+)?|consumer_schema_version|entity_versions"
-    r"|dead_letters|processed_messages(_default|_\d+_\d+)?"
+    r"outbox(_batch|_stream|_epoch|_group|_default|_schema_version|_\d+_\d+)?|consumer_schema_version|consumer_retention"
+    r"|entity_versions|dead_letters|processed_messages(_default|_\d+_\d+)?"
 )
 
 

@@ -569,6 +569,19 @@ class Store:
 
     # --- retention ---
 
+    def oldest(self, connection: Connection) -> int:
+        """When the oldest event was recorded that is still here (the first by position, which is given together with the
+        time), in seconds of Unix time, rounded down; where there is none: now. By the database's clock. One probe of each
+        partition's primary key."""
+        row = connection.execute(
+            self._sql("""
+            SELECT floor(extract(epoch FROM coalesce(
+                (SELECT created_at FROM {outbox} ORDER BY position LIMIT 1), clock_timestamp())))::bigint
+            """)
+        ).fetchone()
+        assert row is not None
+        return int(row[0])
+
     def batch_up_to(self, connection: Connection, seq: int) -> Batch | None:
         """The newest batch up to `seq`. Walks outbox_batch_pkey backwards."""
         row = connection.execute(

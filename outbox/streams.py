@@ -115,6 +115,12 @@ class Streams(dict[str, Stream]):
             if group.stream in self:
                 self[group.stream].acked[group.name] = group.acked
 
+    def leave_age(self, connection: Connection) -> None:
+        """Leave beside every stream, also one whose batches are all dropped, when the oldest event that may be published
+        again was recorded: what consumers must not forget."""
+        streams = {*self, *(group.stream for group in self._store.groups(connection))}
+        self._transport.leave(sorted(streams), self._settings.retention_seconds, self._store.oldest(connection))
+
     def inspect(self, connection: Connection, name: str, epoch: int, timeline: int | None) -> int:
         """Look how far the groups of a stream are, write it down, and trim what all of them have acknowledged.
 

@@ -157,10 +157,17 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class StreamInfo:
-    """What the relay left beside a stream for consumers; None: the relay has not been there."""
+    """What the relay left beside a stream for consumers; None: the relay has not been there.
+
+    Attributes:
+        lanes: lanes of the topic.
+        keep_seconds: how long the outbox is set to keep events.
+        oldest: when the oldest event was recorded that the outbox still has, in seconds of Unix time: see `Transport.leave`.
+    """
 
     lanes: int | None
     keep_seconds: int | None = None
+    oldest: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +289,12 @@ class Transport(Protocol):
 
     def drop_group(self, group: str, stream: str) -> None:
         """Remove a group for good, with what is pending in it."""
+
+    def leave(self, streams: Sequence[str], keep_seconds: int, oldest: int) -> None:
+        """Leave beside the streams, whether they are there or not, how long the outbox keeps events (see `StreamInfo`).
+
+        Where it is refused, what was left before stays: an older `oldest`, so that consumers remember for longer.
+        """
 
     def info(self, stream: str) -> StreamInfo:
         """What the relay left beside the stream."""

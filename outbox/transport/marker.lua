@@ -7,6 +7,7 @@
 --            added   the stream's entries-added after that batch
 --            lanes   number of lanes of the topic
 --            keep    seconds for which the outbox keeps events, for consumers to compare with their ledger's
+--            oldest  Unix time of the oldest event that the outbox still has (see leave in stream.py)
 --            since   id of the first entry after the marker's last restart: from there on batches are numbered upwards
 --            absent  entries-added minus length at that restart, plus what we trimmed since
 --            waited  says nothing: written to have something to wait for (see confirm in stream.py)

@@ -6,7 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outbox.envelope import Run
 from outbox.errors import GroupLost, TransportError
@@ -103,7 +103,7 @@ class MemoryTransport:
                     self._add(stream, fields)
             stream.marker = part.marker
             if part.events:
-                stream.info = StreamInfo(part.lanes, part.keep_seconds)
+                stream.info = replace(stream.info, lanes=part.lanes, keep_seconds=part.keep_seconds)
             self._changed.notify_all()
             return part.marker
 
@@ -171,6 +171,12 @@ class MemoryTransport:
         with self._changed:
             if stream in self._streams:
                 self._streams[stream].groups.pop(group, None)
+
+    def leave(self, streams: Sequence[str], keep_seconds: int, oldest: int) -> None:
+        with self._changed:
+            for name in streams:
+                stream = self._streams.setdefault(name, _Stream())
+                stream.info = replace(stream.info, keep_seconds=keep_seconds, oldest=oldest)
 
     def info(self, stream: str) -> StreamInfo:
         with self._changed:

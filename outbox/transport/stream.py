@@ -256,9 +256,14 @@ class StreamTransport:
             replies[n] = reply
         return [*replies, *again[len(unknown) :]]
 
+    def leave(self, streams: Sequence[str], keep_seconds: int, oldest: int) -> None:
+        self._pipeline([
+            (stream, (b"HSET", f"{self._key(stream)}:relay", "keep", keep_seconds, "oldest", oldest)) for stream in streams
+        ])  # fmt: skip
+
     def info(self, stream: str) -> StreamInfo:
-        found = self._command(stream, b"HMGET", f"{self._key(stream)}:relay", "lanes", "keep")
-        return StreamInfo(*(int(value) if value is not None and value.isdigit() else None for value in found))
+        found = self._command(stream, b"HMGET", f"{self._key(stream)}:relay", "lanes", "keep", "oldest")
+        return StreamInfo(*(int(value) if value and value.isdigit() and len(value) <= 12 else None for value in found))
 
     # --- the consumer's side ---
 

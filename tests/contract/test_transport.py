@@ -984,6 +984,33 @@ def test_an_entry_in_the_future_does_not_keep_what_is_acknowledged(server: Serve
     assert server.transport.inspect("a", keep_seconds=0).trimmed == 3
 
 
+def test_what_the_relay_leaves_for_consumers_needs_no_publishing(there: Any) -> None:
+    there.transport.leave(["a", "b"], 60, 1_700_000_000)
+    assert there.transport.info("a") == there.transport.info("b") == StreamInfo(None, 60, 1_700_000_000)
+    assert there.transport.markers(["a"]) == {"a": None}
+    publish_batches(there, 1)
+    assert there.transport.info("a") == StreamInfo(1, 3600, 1_700_000_000)
+    there.transport.leave(["a"], 3600, 1_700_000_001)
+    assert there.transport.info("a") == StreamInfo(1, 3600, 1_700_000_001)
+    assert there.transport.markers(["a"]) == {"a": marker(1)}
+
+
+def test_what_was_left_stays_where_the_server_is_full(server: Server) -> None:
+    """Or where the key is somebody else's: the relay goes on, and what stays there is older, so that more is remembered."""
+    server.transport.leave(["a"], 60, 1)
+    server.limit_memory(1)
+    try:
+        server.transport.leave(["a"], 60, 2)
+    finally:
+        server.limit_memory(0)
+    assert server.transport.info("a").oldest == 1
+    server.raw.set(f"{server.key('b')}:relay", "x")
+    server.transport.leave(["b", "a"], 60, 3)
+    assert server.transport.info("a").oldest == 3
+    server.raw.hset(f"{server.key('a')}:relay", "oldest", "9" * 40)
+    assert server.transport.info("a").oldest is None, "no time"
+
+
 def test_batches_published_again_are_not_taken_for_progress(there: Any) -> None:
     publish_batches(there, 1, 2, 3)
     there.transport.open(GROUP, ["a"])

@@ -95,8 +95,10 @@ def _clean(bench: Bench, stop: Stop) -> None:
             if newest := store.newest(connection):
                 drop_old(store, connection, newest.rest, newest.seq, 0)
             ledger.make_partitions(connection, 7, 4)
-            ledger.drop_partition(connection, 86_400)
-            ledger.delete_old(connection, 86_400, 1000)
+            ledger.remember(connection, 86_400, {"b": int(time.time()), "a": None}, 0)
+            before = ledger.needed_since(connection, 0)
+            ledger.drop_partition(connection, before)
+            ledger.delete_old(connection, before, 1000)
             time.sleep(0.01)
 
 

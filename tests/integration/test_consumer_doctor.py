@@ -128,6 +128,21 @@ def test_partitions_of_the_ledger(bench: Bench) -> None:
     assert seen(bench, "ledger-partitions", ledger_partition_days=365).level == "warning"
 
 
+def test_whom_the_ledger_remembers_for(bench: Bench) -> None:
+    assert named(examine(ledger, settings(bench)), "ledger-keeps") == []
+    consume(bench, ledger_retention_days=40)
+    assert seen(bench, "ledger-keeps").what == "the ledger remembers what was processed in the last 40 days"
+    bench.db.execute("UPDATE public.consumer_retention SET outbox_since = now() - interval '50 days'")
+    found = seen(bench, "ledger-keeps")
+    assert found.level == "ok"
+    assert "the last 51 days, longer than for the 40 days that consumer ledger is set to" in found.what
+    assert f"the outbox of topic {TOPIC} still has older events" in found.what
+    bench.db.execute("UPDATE public.consumer_retention SET seen_at = now() - interval '3 days'")
+    found = seen(bench, "ledger-keeps")
+    assert (found.level, "last seen, 3 days ago" in found.what) == ("warning", True)
+    assert "outbox drop-group ledger" in found.do
+
+
 def test_dead_letters_are_counted_by_reason(bench: Bench) -> None:
     assert seen(bench, "dead-letters").level == "ok"
     bench.db.execute(
