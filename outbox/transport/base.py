@@ -327,5 +327,9 @@ class Transport(Protocol):
     def hand_back(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> None:
         """Let others claim these deliveries of ours at once, as if they had not been delivered this time."""
 
+    def recount(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Let these deliveries of ours count as delivered `Delivery.count` times, the last time just now. Returns those that
+        are ours still."""
+
     def close(self) -> None:
         """Close the connections."""

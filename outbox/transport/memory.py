@@ -240,6 +240,15 @@ class MemoryTransport:
             return Claim(deliveries, missing, str(taken[-1]) if len(taken) == count else None)
 
     def hand_back(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> None:
+        self._set_pending(group, consumer, [replace(d, count=d.count - 1) for d in deliveries], float("-inf"))
+
+    def recount(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        return self._set_pending(group, consumer, deliveries, time.monotonic())
+
+    def _set_pending(
+        self, group: str, consumer: str, deliveries: Sequence[Delivery], delivered_at: float
+    ) -> list[Delivery]:
+        ours: list[Delivery] = []
         with self._changed:
             for delivery in deliveries:
                 stream = self._streams.get(delivery.stream)
@@ -249,7 +258,9 @@ class MemoryTransport:
                     else None
                 )
                 if pending is not None and pending.consumer == consumer:
-                    pending.delivered_at, pending.count = float("-inf"), delivery.count - 1
+                    pending.delivered_at, pending.count = delivered_at, delivery.count
+                    ours.append(delivery)
+        return ours
 
     def close(self) -> None:
         """Nothing to close."""

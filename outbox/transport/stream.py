@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.resources import files
 from itertools import groupby
 from operator import attrgetter
@@ -332,17 +333,26 @@ class StreamTransport:
         return [receipt for receipt, reply in zip(receipts, replies, strict=True) if reply == []]
 
     def hand_back(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> None:
+        self._set_pending(group, consumer, [replace(d, count=d.count - 1) for d in deliveries], _LONG_IDLE_MS)
+
+    def recount(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        return self._set_pending(group, consumer, deliveries, 0)
+
+    def _set_pending(self, group: str, consumer: str, deliveries: Sequence[Delivery], idle_ms: int) -> list[Delivery]:
         # What somebody else has claimed meanwhile is his: XCLAIM alone would take it from him.
         replies = self._pipeline([
             (d.stream, (b"XPENDING", self._key(d.stream), group, d.receipt, d.receipt, 1, consumer)) for d in deliveries
         ])  # fmt: skip
         _settle(replies)
-        # JUSTID leaves the count alone and RETRYCOUNT sets it, so that this delivery is as if it had not been.
+        pairs = zip(deliveries, replies, strict=True)
+        ours = [d for d, reply in pairs if reply and not isinstance(reply, TransportError)]
+        # JUSTID leaves the count alone and RETRYCOUNT sets it.
         _settle(self._pipeline([
             (d.stream, (b"XCLAIM", self._key(d.stream), group, consumer, 0, d.receipt,
-                        b"IDLE", _LONG_IDLE_MS, b"RETRYCOUNT", d.count - 1, b"JUSTID"))
-            for d, ours in zip(deliveries, replies, strict=True) if ours and not isinstance(ours, TransportError)
+                        b"IDLE", idle_ms, b"RETRYCOUNT", d.count, b"JUSTID"))
+            for d in ours
         ]))  # fmt: skip
+        return ours
 
     # --- for the doctor ---
 

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -600,6 +601,21 @@ def test_what_was_acknowledged_is_not_handed_back(there: Any) -> None:
     assert there.pending("a") == 0
 
 
+def test_deliveries_of_ours_are_recounted(there: Any) -> None:
+    there.transport.open(GROUP, ["a"])
+    published(there, "1", "2", "3")
+    first = there.transport.read(GROUP, "one", ["a"], 10, 0)
+    found = there.transport.claim(GROUP, "two", "a", 0, 10).deliveries
+    assert [delivery.count for delivery in found] == [2, 2, 2]
+    there.transport.ack(GROUP, found[2:])
+    assert there.transport.recount(GROUP, "one", first) == []
+    wanted = [replace(found[0], count=7), replace(found[1], count=1), found[2]]
+    assert there.transport.recount(GROUP, "two", wanted) == wanted[:2]
+    assert there.transport.claim(GROUP, "three", "a", 60, 10).deliveries == []  # they stay ours, from now on
+    assert [d.count for d in there.transport.claim(GROUP, "three", "a", 0, 10).deliveries] == [8, 2]
+    assert there.transport.recount(GROUP, "three", []) == []
+
+
 # --- what is lost -------------------------------------------------------------------------------------------
 
 
@@ -750,6 +766,7 @@ def test_a_server_that_is_not_there_is_unavailable() -> None:
         lambda: transport.claim(GROUP, "one", "a", 0, 1),
         lambda: transport.ack(GROUP, [Delivery("a", "1-1", {})]),
         lambda: transport.hand_back(GROUP, "one", [Delivery("a", "1-1", {})]),
+        lambda: transport.recount(GROUP, "one", [Delivery("a", "1-1", {})]),
     ):
         with pytest.raises(TransportUnavailable) as error:
             call()
