@@ -67,7 +67,8 @@ class Consumer:
 
         It runs in the transaction that also writes the ledger row. It must not commit, roll back or close what it is
         given (``session.begin_nested()`` is fine), and it may raise: then nothing of it remains and the event is tried
-        again later.
+        again later. What it sets for the session (``SET`` without ``LOCAL``) stays for other handlers on the connection,
+        which is replaced when it makes a statement fail.
 
         Args:
             type: the event type, exactly.

@@ -7,6 +7,8 @@ Invariants:
 * Rows are inserted in the order of their event ids, and versions locked in the order of their keys, so that overlapping
   batches wait for each other instead of deadlocking.
 * A dead letter is written together with the event's ledger row, so an event never ends both applied and dead.
+* No statement waits for ever for another transaction: its process may be frozen. A wait that gets too long ends in
+  ``LockNotAvailable``; statements of handlers, and of COMMIT, wait as long as they would without us.
 
 Connections are psycopg's, in a transaction that the caller begins and ends. Every name is qualified with the schema.
 """
@@ -17,7 +19,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, LiteralString
 
 import psycopg
 from psycopg import sql
@@ -27,6 +29,12 @@ from outbox.partitions import Partition, Partitions, covered_until
 Connection = psycopg.Connection[Any]
 
 _DAY_MS = 86_400_000
+
+#: Longest wait for another transaction, where it does not matter how long it is.
+_PATIENCE_SECONDS = 2.0
+#: What is kept of an entry that is put aside: this many bytes, of so many fields.
+KEPT_BYTES = 1 << 20
+_KEPT_FIELDS = 512
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -49,6 +57,19 @@ class DeadLetter:
     error: str
     fields: Mapping[bytes, bytes]
     attempts: int
+
+    def parts(self) -> list[bytes]:
+        """Names and values in turn; of an entry of more than `KEPT_BYTES` the beginning of each of the first 512 fields."""
+        parts = [part for pair in self.fields.items() for part in pair]
+        if self.size <= KEPT_BYTES:
+            return parts
+        kept = parts[: 2 * _KEPT_FIELDS]
+        return [part[: KEPT_BYTES // len(kept)] for part in kept]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all names and values."""
+        return sum(len(name) + len(value) for name, value in self.fields.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +105,22 @@ class Ledger:
         def compose(statement: str) -> sql.Composed:
             return sql.SQL(statement).format(**names)
 
-        self._claim = compose("""
+        def bounded(statement: LiteralString) -> sql.Composed:
+            """A statement that sets lock_timeout for itself, and what it was before when all its rows are there: no round
+            trip more. It has the rows of `before`, and returns some."""
+            return sql.SQL("""
+                WITH before AS MATERIALIZED (
+                    SELECT current_setting('lock_timeout') AS patience, set_config('lock_timeout', %s, true)
+                ), work AS ({work}), after AS MATERIALIZED (
+                    SELECT set_config('lock_timeout', patience, true) FROM before, (SELECT count(*) FROM work) AS all_of_it
+                )
+                SELECT work.* FROM after, work
+            """).format(work=compose(statement))
+
+        self._claim = bounded("""
             INSERT INTO {processed_messages} (consumer, event_id)
             SELECT %s, event_id
-            FROM (SELECT set_config('application_name', %s, true)) AS tagged,
+            FROM before, (SELECT set_config('application_name', %s, true)) AS tagged,
                 unnest(%s::uuid[]) WITH ORDINALITY AS batch (event_id, n)
             ORDER BY n
             ON CONFLICT (consumer, event_id) DO NOTHING RETURNING event_id::text
@@ -101,17 +134,18 @@ class Ledger:
         self._forget = compose("""
             DELETE FROM {processed_messages} WHERE consumer = %s AND event_id = ANY (%s::uuid[])
         """)
-        self._touch = compose("""
+        self._touch = bounded("""
             INSERT INTO {entity_versions} (consumer, topic, type, key)
             SELECT %s, topic, type, key
-            FROM unnest(%s::text[], %s::text[], %s::text[]) WITH ORDINALITY AS batch (topic, type, key, n) ORDER BY n
-            ON CONFLICT (consumer, topic, type, key) DO NOTHING
+            FROM before, unnest(%s::text[], %s::text[], %s::text[]) WITH ORDINALITY AS batch (topic, type, key, n)
+            ORDER BY n
+            ON CONFLICT (consumer, topic, type, key) DO NOTHING RETURNING key
         """)
-        self._lock = compose("""
-            SELECT topic, type, key, version FROM {entity_versions}
+        self._lock = bounded("""
+            SELECT topic, type, key, version FROM before, {entity_versions} v
             WHERE consumer = %s
               AND (topic, type, key) IN (SELECT * FROM unnest(%s::text[], %s::text[], %s::text[]))
-            ORDER BY topic COLLATE "C", type COLLATE "C", key COLLATE "C" FOR UPDATE
+            ORDER BY topic COLLATE "C", type COLLATE "C", key COLLATE "C" FOR UPDATE OF v
         """)
         self._raise = compose("""
             UPDATE {entity_versions} v SET version = batch.version, updated_at = now()
@@ -121,10 +155,10 @@ class Ledger:
         self._count_dead = compose(
             "SELECT reason, count(*) FROM {dead_letters} WHERE consumer = %s GROUP BY reason ORDER BY reason"
         )
-        self._bury = compose("""
+        self._bury = bounded("""
             INSERT INTO {dead_letters} (consumer, stream, stream_id, event_id, reason, error, fields, attempts)
-            VALUES (%s, %s, %s, %s, %s, %s, %s::bytea[], %s)
-            ON CONFLICT (consumer, stream, stream_id) DO NOTHING
+            SELECT %s, %s, %s, %s::uuid, %s, %s, %s::bytea[], %s::integer FROM before
+            ON CONFLICT (consumer, stream, stream_id) DO NOTHING RETURNING id
         """)
 
         self._remember = compose("""
@@ -154,14 +188,20 @@ class Ledger:
             ORDER BY since LIMIT 1
         """)
 
-    def claim(self, connection: Connection, ids: Iterable[uuid.UUID]) -> set[uuid.UUID]:
+    def claim(
+        self, connection: Connection, ids: Iterable[uuid.UUID], patience_seconds: float = _PATIENCE_SECONDS
+    ) -> set[uuid.UUID]:
         """Insert the ledger rows of these events; returns those that are fresh. The others were processed before.
 
-        Waits for transactions that insert the same rows. Locks nothing else. Uses the primary key.
+        Waits for transactions that insert the same rows, each for `patience_seconds`. Locks nothing else. Uses the
+        primary key.
 
         Tags the transaction by the name of the application, for as long as it lasts (see `tag`).
         """
-        rows = connection.execute(self._claim, (self.consumer, f"consumer {self.consumer} *", _array(sorted(ids))))
+        tag = f"consumer {self.consumer} *"
+        rows = connection.execute(
+            self._claim, (_milliseconds(patience_seconds), self.consumer, tag, _array(sorted(ids)))
+        )
         return {uuid.UUID(found) for (found,) in rows}
 
     @staticmethod
@@ -183,15 +223,19 @@ class Ledger:
         """Delete the rows of events that were not processed after all. Uses the primary key."""
         connection.execute(self._forget, (self.consumer, _array(ids)))
 
-    def lock_versions(self, connection: Connection, entities: Iterable[Entity]) -> dict[Entity, int | None]:
+    def lock_versions(
+        self, connection: Connection, entities: Iterable[Entity], patience_seconds: float = _PATIENCE_SECONDS
+    ) -> dict[Entity, int | None]:
         """Lock the entities against other consumers of the name, in order; returns the versions applied so far.
 
-        New entities get a row first, since what is not there cannot be locked. Uses the primary key.
+        New entities get a row first, since what is not there cannot be locked. Waits for each for `patience_seconds`.
+        Uses the primary key.
         """
+        patience = _milliseconds(patience_seconds)
         ordered = sorted(set(entities))
         columns = [[e.topic for e in ordered], [e.type for e in ordered], [e.key for e in ordered]]
-        connection.execute(self._touch, (self.consumer, *columns))
-        rows = connection.execute(self._lock, (self.consumer, *columns))
+        connection.execute(self._touch, (patience, self.consumer, *columns))
+        rows = connection.execute(self._lock, (patience, self.consumer, *columns))
         return {Entity(topic, kind, key): version for topic, kind, key, version in rows}
 
     def raise_versions(self, connection: Connection, versions: Mapping[Entity, int]) -> None:
@@ -205,14 +249,16 @@ class Ledger:
             ),
         )  # fmt: skip
 
-    def bury(self, connection: Connection, letters: Sequence[DeadLetter]) -> None:
-        """Put deliveries aside, raw; burying one twice keeps the first."""
+    def bury(
+        self, connection: Connection, letters: Sequence[DeadLetter], patience_seconds: float = _PATIENCE_SECONDS
+    ) -> None:
+        """Put deliveries aside, raw; burying one twice keeps the first. Waits for who buries the same for so long."""
         for letter in letters:
             connection.execute(
                 self._bury,
                 (
-                    self.consumer, letter.stream, letter.receipt, letter.event_id, letter.reason, letter.error,
-                    [part for pair in letter.fields.items() for part in pair], letter.attempts,
+                    _milliseconds(patience_seconds), self.consumer, letter.stream, letter.receipt, letter.event_id,
+                    letter.reason, letter.error, letter.parts(), letter.attempts,
                 ),
             )  # fmt: skip
 
@@ -364,6 +410,11 @@ def _millisecond(event_id: str) -> int:
 def _first_id(milliseconds: int) -> str:
     """The smallest UUID whose first 48 bits are this instant, as in a UUIDv7 (RFC 9562, section 5.7)."""
     return str(uuid.UUID(int=milliseconds << 80))
+
+
+def _milliseconds(seconds: float) -> str:
+    """A wait as lock_timeout takes it; 0 would be for ever."""
+    return str(max(1, round(seconds * 1000)))
 
 
 def _array(ids: Iterable[uuid.UUID]) -> str:

@@ -12,6 +12,11 @@ failed; if no new connection can be opened, nobody has.
 
 Whom an error is blamed on: a handler's own statement, or the COMMIT with what is deferred to it, on the handler, unless
 the server says that it cannot work now; a statement of the ledger's on PostgreSQL.
+
+Another process may be frozen in its transaction, and hold rows that ours wants. The ledger's statements wait for a while;
+then the batch runs one by one, and what is held stays pending, without a handler having been called.
+
+A handler may leave settings on its connection. What they could make fail is done again on another one.
 """
 
 from __future__ import annotations
@@ -19,10 +24,12 @@ from __future__ import annotations
 import enum
 import inspect
 import logging
+import os
+import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 import psycopg
@@ -31,7 +38,7 @@ from psycopg.pq import TransactionStatus
 from sqlalchemy.orm import Session
 
 from consumer.handlers import Consumer, Order, Registered
-from consumer.ledger import Connection, DeadLetter, Entity, Ledger
+from consumer.ledger import KEPT_BYTES, Connection, DeadLetter, Entity, Ledger
 from outbox.envelope import Envelope, decode
 from outbox.errors import HandlerMisuse, OutboxError, SettingsError, UndecodableEntry
 from outbox.retry import database_away
@@ -47,6 +54,14 @@ _TRIES = 5
 _VALUES = ("22", "23", "54")
 #: Of the resource class (53), but about one query: it wants more temporary files than it may have.
 _QUERY_LIMIT = "53400"
+_READ_ONLY = "25006"
+#: A wait for a lock, or a statement, took too long.
+_LOCK_TIMEOUT = "55P03"
+_WAITED = frozenset({_LOCK_TIMEOUT, "57014"})
+#: Shortest wait of a ledger's statement for another transaction.
+_IMPATIENCE_SECONDS = 0.01
+#: How often it is said again that rows are held.
+_REMIND_SECONDS = 30.0
 
 
 class Outcome(enum.StrEnum):
@@ -67,7 +82,11 @@ class DatabaseUnavailable(OutboxError):
 
 
 class _Lost(Exception):
-    """The connection was lost after handlers had begun, and nothing was committed."""
+    """The connection was lost after handlers had begun, and nothing was committed; or it cannot write any more."""
+
+
+class _Held(Exception):
+    """Another transaction holds a row of the ledger, and does not end."""
 
 
 @dataclass(slots=True)
@@ -77,6 +96,7 @@ class _Item:
     handler: Registered | None = None
     outcome: Outcome | None = None
     letter: DeadLetter | None = None
+    held: bool = False
 
 
 @dataclass(slots=True)
@@ -130,13 +150,23 @@ class Processor:
     Args:
         engine: a SQLAlchemy engine over psycopg; the consumer's database.
         schema: schema of the ledger.
+        patience_seconds: longest wait of a ledger's statement for another transaction. Each that is in vain halves the next
+            one, each batch without doubles it: a healthy process is waited for, a frozen one with hundreds of rows is not.
+
+    Attributes:
+        waiting: those of the last deliveries that stay pending for want of something, without a handler having been called.
     """
 
-    def __init__(self, consumer: Consumer, engine: sqlalchemy.Engine, schema: str = "public") -> None:
+    def __init__(
+        self, consumer: Consumer, engine: sqlalchemy.Engine, schema: str = "public", patience_seconds: float = 2.0
+    ) -> None:
         self._consumer = consumer
         self._engine = engine
         self._ledger = Ledger(consumer.name, schema)
         self._unknown: set[str] = set()
+        self.waiting: list[Delivery] = []
+        self._longest_patience_seconds = self._patience_seconds = patience_seconds
+        self._told_held = float("-inf")
         self._one_by_one = False  # the batch lost its connection, and PostgreSQL was away then
         self._suspect: tuple[str, str] | None = None  # ran alone when PostgreSQL went away
 
@@ -156,24 +186,43 @@ class Processor:
             SettingsError: the engine cannot be used.
         """
         items = [self._decoded(delivery) for delivery in deliveries]
-        if not self._one_by_one and self._together(items, progress):
-            return [item.outcome for item in items]
-        for item in items:
-            if stopping():
-                item.outcome = None
-                continue
-            self._alone(item, progress)
-            progress()
-        self._one_by_one = False
+        if self._one_by_one or not self._together(items, progress):
+            for item in items:
+                if stopping():
+                    item.outcome = None
+                    continue
+                self._alone(item, progress)
+                progress()
+            self._one_by_one = False
+        self._tell_held([item for item in items if item.held])
+        self.waiting = [
+            i.delivery for i in items if i.outcome is Outcome.RETRY and (i.held or (i.event and not i.handler))
+        ]
         return [item.outcome for item in items]
+
+    def _tell_held(self, held: Sequence[_Item]) -> None:
+        if held and time.monotonic() >= self._told_held + _REMIND_SECONDS:
+            self._told_held = time.monotonic()
+            _log.warning(
+                "%d deliveries stay pending: another transaction holds their ledger rows or versions, and does not end (a "
+                "frozen process? see pg_stat_activity), the first is %s %s",
+                len(held), held[0].delivery.stream, held[0].delivery.receipt, extra={"action": "ledger_held"},
+            )  # fmt: skip
 
     def _together(self, items: Sequence[_Item], progress: Callable[[], None]) -> bool:
         """Run items in one transaction; False: they are to run one by one."""
         try:
             self._transact(items, progress)
+            self._patience_seconds = min(self._patience_seconds * 2, self._longest_patience_seconds)
             return True
         except (DatabaseUnavailable, SettingsError):
             raise
+        except _Held as error:
+            self._waited_in_vain()
+            if len(items) == 1:
+                items[0].outcome, items[0].held = Outcome.RETRY, True
+                return True
+            reason = str(error)
         except _Lost as error:
             self._one_by_one = True  # also when PostgreSQL must come back first: it may be an event that crashed it
             reason = str(error)
@@ -194,6 +243,9 @@ class Processor:
             self._transact([item], progress)
         except (DatabaseUnavailable, SettingsError):
             raise
+        except _Held:
+            self._waited_in_vain()
+            item.outcome, item.held = Outcome.RETRY, True
         except _Lost as error:
             self._suspect = name
             self._reach()
@@ -201,6 +253,9 @@ class Processor:
             self._failed(item, error)
         except Exception as error:
             self._failed(item, error)
+
+    def _waited_in_vain(self) -> None:
+        self._patience_seconds = max(self._patience_seconds / 2, _IMPATIENCE_SECONDS)
 
     def _decoded(self, delivery: Delivery) -> _Item:
         item = _Item(delivery)
@@ -251,13 +306,15 @@ class Processor:
             except BaseException as error:
                 with suppress(psycopg.Error):
                     raw.rollback()  # SQLAlchemy leaves it out after a commit that was refused
-                if raw.closed:
-                    connection.invalidate()
-                if not isinstance(error, Exception) or (
-                    not raw.closed and not work.ended and not _is_away(error, work)
-                ):
-                    raise
-                self._settle(raw, items, work, error)
+                try:
+                    if not isinstance(error, Exception) or (
+                        not raw.closed and not work.ended and not _is_away(error, work)
+                    ):
+                        raise
+                    self._settle(raw, items, work, error)
+                finally:
+                    if raw.closed or _may_be_the_sessions(error, work):
+                        connection.invalidate()
 
     def _settle(self, raw: Connection, items: Sequence[_Item], work: _Work, error: Exception) -> None:
         """See what became of a transaction that was not simply rolled back; returns if it is done after all."""
@@ -273,6 +330,12 @@ class Processor:
                 return
             if not _is_away(error, work):
                 raise error  # it was a rollback: nothing is left
+        elif work.ours and _sqlstate(error) in _WAITED:
+            # If it was the whole table that is locked, this waits, too.
+            self._reach(raw if _sqlstate(error) == _LOCK_TIMEOUT else None)
+            raise _Held(brief(error)) from error
+        elif work.begun and _sqlstate(error) == _READ_ONLY:  # it was not when the ledger rows were inserted
+            raise _Lost(brief(error)) from error
         raise DatabaseUnavailable(f"PostgreSQL: {brief(error)}") from error
 
     def _connect(self) -> sqlalchemy.Connection:
@@ -281,13 +344,19 @@ class Processor:
         except (psycopg.Error, sqlalchemy.exc.SQLAlchemyError) as error:
             raise DatabaseUnavailable(f"PostgreSQL: {brief(error)}") from error
 
-    def _reach(self) -> None:
-        """See that PostgreSQL answers.
+    def _reach(self, raw: Connection | None = None) -> None:
+        """See that PostgreSQL answers and the ledger can be written, on this connection or a new one.
 
         Raises:
             DatabaseUnavailable: it does not.
         """
-        self._was_committed(set())
+        try:
+            with ExitStack() as stack:
+                connection = raw or driver_connection(stack.enter_context(self._connect()))
+                with connection.transaction(force_rollback=True):
+                    self._ledger.claim(connection, ())
+        except (psycopg.Error, sqlalchemy.exc.SQLAlchemyError) as error:
+            raise DatabaseUnavailable(f"PostgreSQL: {brief(error)}") from error
 
     def _was_committed(self, fresh: set[uuid.UUID]) -> bool:
         """Whether the transaction with these ledger rows was committed, asked on a new connection.
@@ -362,7 +431,7 @@ class Processor:
                 item.outcome = Outcome.DUPLICATE
         if first:
             before = ledger.tag(raw)
-            work.fresh = ledger.claim(raw, first)
+            work.fresh = ledger.claim(raw, first, self._patience_seconds)
             tag = ledger.tag(raw)
             work.tag = tag if tag != before else None
         fresh = [item for event_id, item in first.items() if event_id in work.fresh]
@@ -384,7 +453,7 @@ class Processor:
                 ledger.mark(raw, ids, outcome)
         dead = [(item.event, item.letter) for item in items if item.letter and item.outcome is Outcome.DEAD]
         if dead:
-            ledger.bury(raw, [letter for _, letter in dead])
+            ledger.bury(raw, [letter for _, letter in dead], self._patience_seconds)
             for event, letter in dead:
                 what = f"{event.type} {event.id} of key {event.key!r}" if event else "what is no event"
                 _log.error(
@@ -417,7 +486,7 @@ class Processor:
                 ordered.append((item, Entity(event.topic, event.type, event.key), event.version))
         if not ordered:
             return {}
-        applied = self._ledger.lock_versions(raw, [entity for _, entity, _ in ordered])
+        applied = self._ledger.lock_versions(raw, [entity for _, entity, _ in ordered], self._patience_seconds)
         reached: dict[Entity, int] = {}
         for item, entity, version in ordered:
             before = reached.get(entity, applied[entity])
@@ -462,14 +531,15 @@ class Processor:
 
 def _call(item: _Item, session: HandlerSession, raw: Connection) -> None:
     """Run one handler, and see that it leaves the transaction as it should."""
-    event, handler = item.event, item.handler
-    assert event is not None
-    assert handler is not None
-    result = handler.function(event, raw if handler.raw else session)
-    if result is not None:
-        _refuse_unfinished(result)
-    if not handler.raw:
-        session.flush()  # now, so that an error names the right event
+    with _contained():
+        event, handler = item.event, item.handler
+        assert event is not None
+        assert handler is not None
+        result = handler.function(event, raw if handler.raw else session)
+        if result is not None:
+            _refuse_unfinished(result)
+        if not handler.raw:
+            session.flush()  # now, so that an error names the right event
     status = raw.info.transaction_status
     if raw.broken:
         raise psycopg.OperationalError("the handler caught the loss of its connection")
@@ -479,6 +549,27 @@ def _call(item: _Item, session: HandlerSession, raw: Connection) -> None:
             if status == TransactionStatus.INERROR
             else "the handler ended the transaction it was given"
         )
+
+
+@contextmanager
+def _contained() -> Iterator[None]:
+    """Whatever a handler raises is a failure of its event; only KeyboardInterrupt, a person's wish, goes further."""
+    process = os.getpid()
+    code = 1
+    try:
+        yield
+        code = 0
+    except psycopg.Rollback as error:  # psycopg's block would take it for its own, and for no failure
+        raise HandlerMisuse("the handler raised psycopg.Rollback outside of a transaction block of its own") from error
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            code = error.code or 0
+        raise HandlerMisuse(f"the handler raised {type(error).__name__}, which would end the process") from error
+    finally:
+        if os.getpid() != process:  # a child that the handler forked came here; the connections are its parent's
+            os._exit(code)
 
 
 def _refuse_unfinished(result: object) -> None:
@@ -513,8 +604,11 @@ def driver_connection(connection: sqlalchemy.Connection) -> Connection:
 def _letter(item: _Item, reason: str, error: str) -> DeadLetter:
     delivery = item.delivery
     event_id = item.event.id if item.event else None
-    error = error.replace("\x00", "\\x00")  # a field's name may have it, PostgreSQL's text may not
-    return DeadLetter(delivery.stream, delivery.receipt, event_id, reason, error, delivery.fields, delivery.count)
+    error = error[:1000].replace("\x00", "\\x00")  # a field's name may have it, PostgreSQL's text may not
+    letter = DeadLetter(delivery.stream, delivery.receipt, event_id, reason, error, delivery.fields, delivery.count)
+    if letter.size > KEPT_BYTES:
+        letter = replace(letter, error=f"{error}; only the beginning of its {letter.size} bytes is kept")
+    return letter
 
 
 def _original(error: BaseException | None) -> BaseException | None:
@@ -535,6 +629,15 @@ def _is_away(error: BaseException, work: _Work) -> bool:
         return not (original.sqlstate or "").startswith(_VALUES)
     # Without a SQLSTATE it is the handler's mistake with the driver, or a connection of its own to somewhere else.
     return original.sqlstate not in (None, _QUERY_LIMIT) and database_away(original)
+
+
+def _may_be_the_sessions(error: BaseException, work: _Work) -> bool:
+    """Whether an error may come from what a handler set for the session (its role, a time-out, read-only, the encoding),
+    so that another connection may be spared it."""
+    if work.ours:
+        return isinstance(error, Exception) and _sqlstate(error) != _LOCK_TIMEOUT
+    state = _sqlstate(error)
+    return state is not None and not state.startswith((*_VALUES, "P0"))  # P0: raised by PL/pgSQL on purpose
 
 
 def brief(error: BaseException) -> str:

@@ -14,6 +14,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ MARGIN_SECONDS = _DAY
 _NAMES_SECONDS = 60.0
 _LEFT_SECONDS = 3600.0
 _BEAT_SECONDS = 1.0
+_PATIENCE_SECONDS = 2.0
+#: What was delivered more often than this, and nobody could say why it was not done, may have ended its process.
+_SUSPECT_AFTER = 2
 #: Pause between looks for deliveries to take over, in durations of the last look: a server whose pending lists are long
 #: is busy with them for a fiftieth of the time at most.
 _LOOK_PAUSE = 50.0
@@ -88,7 +92,9 @@ class Worker:
             max_overflow=1,
         )
         self._observe = guarded(observer)
-        self._processor = Processor(consumer, self._engine, settings.schema_name)
+        # Who waits for a frozen process must not seem frozen himself.
+        patience = min(_PATIENCE_SECONDS, settings.claim_seconds / 4)
+        self._processor = Processor(consumer, self._engine, settings.schema_name, patience)
         self._ledger = Ledger(consumer.name, settings.schema_name)
         self._name = settings.process_name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._streams = [
@@ -103,6 +109,9 @@ class Worker:
         self._opened = False  # our name may be in them
         self._away = False  # Redis did not answer the last time
         self._at_hand: list[Delivery] = []
+        self._suspects: list[Delivery] = []  # run alone, after all others; counted as delivered when they are run
+        self._suspects_due = 0.0
+        self._suspect_ran = False
         self._unacknowledged: list[Delivery] = []
         self._claimed = False  # the last deliveries were taken over
         self._look_seconds = 0.0
@@ -159,8 +168,8 @@ class Worker:
         """Leave nothing behind: acknowledgements, deliveries that have not started, our name."""
         if self._unacknowledged:
             self._transport.ack(self._consumer.name, self._unacknowledged)
-        if self._at_hand:
-            self._transport.hand_back(self._consumer.name, self._name, self._at_hand)
+        if self._at_hand or self._suspects:
+            self._transport.hand_back(self._consumer.name, self._name, self._at_hand + self._suspects)
         if self._opened:
             self._forget_names([self._name])
 
@@ -209,10 +218,39 @@ class Worker:
         return self._process()
 
     def _next(self) -> list[Delivery]:
-        """What others left, or what is new: after a page of the one comes the other, so that neither has to wait."""
-        found = [] if self._claimed else self._claim()
+        """What others left, or what is new: after a page of the one comes the other, so that neither has to wait.
+
+        A suspect comes when there is nothing else; if there always is, it waits for half the time after which others would
+        take it over, and then takes turns."""
+        if self._suspects and not self._suspect_ran and time.monotonic() >= self._suspects_due:
+            return self._suspect()
+        self._suspect_ran = False
+        found = [] if self._claimed or self._suspects else self._set_aside(self._claim())
         self._claimed = bool(found)
-        return found or self._read()
+        return found or self._read() or self._suspect()
+
+    def _set_aside(self, found: list[Delivery]) -> list[Delivery]:
+        """Keep the suspects for later, as if they had not been delivered yet; returns the others.
+
+        The most often delivered one comes last: the others may have been its neighbours.
+        """
+        suspects = sorted((d for d in found if d.count > _SUSPECT_AFTER), key=lambda delivery: delivery.count)
+        if suspects:
+            self._transport.recount(
+                self._consumer.name, self._name, [replace(suspect, count=suspect.count - 1) for suspect in suspects]
+            )
+            self._suspects, self._suspects_due = suspects, time.monotonic() + self._settings.claim_seconds / 2
+        return [delivery for delivery in found if delivery.count <= _SUSPECT_AFTER]
+
+    def _suspect(self) -> list[Delivery]:
+        """The next suspect that nobody has taken over, counted as delivered from now on."""
+        self._suspect_ran = True
+        while self._suspects:
+            ours = self._transport.recount(self._consumer.name, self._name, self._suspects[:1])
+            del self._suspects[0]
+            if ours:
+                return ours
+        return []
 
     def _process(self) -> Counter[Outcome]:
         """Process as much of what is at hand (a batch of each stream, maybe) as goes into one transaction."""
@@ -232,6 +270,8 @@ class Worker:
         if done:
             self._transport.ack(self._consumer.name, done)
         self._unacknowledged = []
+        if waiting := [replace(d, count=d.count - 1) for d in self._processor.waiting if d.count > 1]:
+            self._transport.recount(self._consumer.name, self._name, waiting)  # or they were suspects one day
         return counts
 
     def _prepare(self) -> None:
@@ -331,7 +371,8 @@ class Worker:
     def _read(self) -> list[Delivery]:
         if self._usable is None:
             return []
-        wait = min(self._settings.block_seconds, max(0.001, self._check_due - time.monotonic()))
+        due = 0.0 if self._suspects else self._check_due
+        wait = min(self._settings.block_seconds, max(0.001, due - time.monotonic()))
         try:
             return self._transport.read(self._consumer.name, self._name, self._usable, self._settings.batch_size, wait)
         except (GroupLost, StreamUnusable) as error:
@@ -345,6 +386,7 @@ class Worker:
         try:
             with schemas.refusing_statement_pooling(), self._engine.connect() as connection:
                 driver_connection(connection)
+                connection.invalidate()  # a new one, in which no handler has set anything
                 connection = connection.execution_options(isolation_level="AUTOCOMMIT")
                 raw = connection.connection.driver_connection
                 assert isinstance(raw, psycopg.Connection)

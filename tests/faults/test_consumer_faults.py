@@ -37,7 +37,7 @@ TABLES = """
     INSERT INTO public.accounts VALUES ('A', 0)
 """
 HANDLERS = """
-import os, time
+import os, signal, time
 from pathlib import Path
 from consumer import Consumer
 
@@ -52,6 +52,8 @@ def credit(event, connection):
     with open(os.environ["STARTS"], "a") as starts:
         starts.write(f"{event.id}\\n")
     time.sleep(float(os.environ.get("PACE", "0")))
+    if str(event.id) == os.environ.get("DEADLY"):
+        os.kill(os.getpid(), signal.SIGKILL)
     gate = os.environ.get("GATE")
     while gate and not Path(gate).exists():
         time.sleep(0.01)
@@ -394,6 +396,50 @@ def test_o_13_eight_consumers_take_over_a_dead_ones_deliveries(site: Site) -> No
     site.settled(100, 40)
     starts = Counter(site.starts.read_text().split())
     assert (len(starts), set(starts.values())) == (100, {1})
+
+
+# --- processes that freeze or die ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hung", [False, True], ids=["stopped", "a handler hangs"])
+def test_a_frozen_consumer_stops_no_other(site: Site, hung: bool) -> None:
+    gate = site.folder / "gate"
+    site.add(5)
+    frozen = site.consumer(GATE=str(gate))
+    eventually(lambda: site.starts.read_text())
+    if not hung:
+        frozen.send_signal(signal.SIGSTOP)
+    processes = [site.consumer(), site.consumer()]
+    for number in range(1, 5):
+        site.add(10)
+        eventually(lambda expected=number * 10: site.state()[1] == expected)  # type: ignore[misc]
+    assert site.pending() == 5
+    gate.touch()
+    frozen.send_signal(signal.SIGCONT)
+    site.settled(45)
+    assert [process.poll() for process in (frozen, *processes)] == [None] * 3
+    assert "Traceback" not in site.output()
+
+
+def test_an_event_that_kills_its_consumers_stops_no_other(site: Site) -> None:
+    site.add(20)
+    ids = [entry[b"id"].decode() for _, entry in site.redis.xrange(KEY)]
+    deadly = ids[7]
+    rounds = 0
+
+    def others_are_done() -> bool:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 3:
+            site.add(10)  # these have not died with it
+        site.consumer(DEADLY=deadly).wait(20)
+        return site.state()[1] == 29 and site.pending() == 1
+
+    eventually(others_are_done, 60)
+    assert rounds <= 7
+    assert site.starts.read_text().split().count(deadly) <= rounds
+    site.consumer()  # a mended one
+    site.settled(30)
 
 
 # --- Redis loses everything ------------------------------------------------------------------------------------------------

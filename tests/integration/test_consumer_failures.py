@@ -77,7 +77,8 @@ def three(kind: str = "bad") -> list[Delivery]:
 
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.action for r in caplog.records if r.levelno >= logging.ERROR]  # type: ignore[attr-defined]
+    """Actions of our errors."""
+    return [r.action for r in caplog.records if r.levelno >= logging.ERROR and not r.name.startswith("sqlalchemy")]  # type: ignore[attr-defined]
 
 
 # --- lost connections --------------------------------------------------------------------------------------------------
@@ -220,7 +221,7 @@ def raises(state: str) -> Callable[[Envelope, Any], None]:
     return handler
 
 
-@pytest.mark.parametrize("state", ["25006", "53100", "53200", "57P01", "58030"])
+@pytest.mark.parametrize("state", ["53100", "53200", "57P01", "58030"])
 def test_a_server_that_cannot_work_is_nobodys_fault(
     state: str, database: Database, engine: sqlalchemy.Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,7 +233,7 @@ def test_a_server_that_cannot_work_is_nobodys_fault(
     assert database.effects == 0
 
 
-@pytest.mark.parametrize("state", ["53400", "55P03", "57014", "P0001"])
+@pytest.mark.parametrize("state", ["25006", "53400", "55P03", "57014", "P0001"])
 def test_a_handlers_own_time_outs_and_limits_are_its_fault(
     state: str, database: Database, engine: sqlalchemy.Engine
 ) -> None:
