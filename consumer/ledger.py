@@ -107,14 +107,15 @@ class Ledger:
 
         def bounded(statement: LiteralString) -> sql.Composed:
             """A statement that sets lock_timeout for itself, and what it was before when all its rows are there: no round
-            trip more. It has the rows of `before`, and returns some."""
+            trip more. It has the rows of `before`; where it returns none, there is one of NULLs (an inner join might begin
+            with them, and then never set it back)."""
             return sql.SQL("""
                 WITH before AS MATERIALIZED (
                     SELECT current_setting('lock_timeout') AS patience, set_config('lock_timeout', %s, true)
                 ), work AS ({work}), after AS MATERIALIZED (
                     SELECT set_config('lock_timeout', patience, true) FROM before, (SELECT count(*) FROM work) AS all_of_it
                 )
-                SELECT work.* FROM after, work
+                SELECT work.* FROM after LEFT JOIN work ON true
             """).format(work=compose(statement))
 
         self._claim = bounded("""
@@ -202,7 +203,7 @@ class Ledger:
         rows = connection.execute(
             self._claim, (_milliseconds(patience_seconds), self.consumer, tag, _array(sorted(ids)))
         )
-        return {uuid.UUID(found) for (found,) in rows}
+        return {uuid.UUID(found) for (found,) in rows if found}
 
     @staticmethod
     def tag(connection: Connection) -> bytes | None:
@@ -236,7 +237,7 @@ class Ledger:
         columns = [[e.topic for e in ordered], [e.type for e in ordered], [e.key for e in ordered]]
         connection.execute(self._touch, (patience, self.consumer, *columns))
         rows = connection.execute(self._lock, (patience, self.consumer, *columns))
-        return {Entity(topic, kind, key): version for topic, kind, key, version in rows}
+        return {Entity(topic, kind, key): version for topic, kind, key, version in rows if topic}
 
     def raise_versions(self, connection: Connection, versions: Mapping[Entity, int]) -> None:
         """Write the highest versions applied, of entities that this transaction has locked."""

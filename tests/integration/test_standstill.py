@@ -162,8 +162,10 @@ def test_handlers_wait_for_locks_as_long_as_they_want(theirs: str, order: Order,
 
     engine = schemas.engine(f"{database.url}?options=-c%20lock_timeout%3D{theirs}", "handlers")
     batch = deliveries(entry("bad", version=1), entry("bad", version=2), entry(data=b"{"))
-    assert Processor(bad(handler, order=order), engine).process(batch) == [APPLIED, APPLIED, DEAD]
-    assert seen == [theirs, theirs]
+    processor = Processor(bad(handler, order=order), engine)
+    assert processor.process(batch) == [APPLIED, APPLIED, DEAD]
+    assert processor.process(deliveries(entry("bad", version=3))) == [APPLIED], "its version has a row already"
+    assert seen == [theirs] * 3
     engine.dispose()
 
 
