@@ -130,7 +130,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show how things stand: backlog, streams, groups, and what is paused and why. Changes nothing."""
-    found = operations.status(_settings(schema))
+    found = operations.status(_settings(schema), check_schema(os.environ.get("CONSUMER_SCHEMA") or "public"))
     typer.echo(json.dumps(asdict(found), indent=2) if as_json else "\n".join(_lines(found)))
 
 
@@ -243,6 +243,7 @@ def _lines(found: operations.Status) -> Iterator[str]:
                 f"  group {group.name}: {group.unacknowledged:,} not acknowledged, {waiting} undelivered, {group.pending:,} pending"
                 f" (oldest {_seconds(group.oldest_pending_seconds)}), acknowledged to batch {group.acked_batch}"
                 f" {_seconds(group.still_seconds)} ago"
+                + (f", {group.dead:,} dead letters" if group.dead else "")
                 + ("" if group.there else "  NOT IN REDIS: made again when its consumer comes, or see drop-group")
                 + (f"  last seen {_seconds(group.idle_seconds)} ago" if group.idle_seconds is not None else "")
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,6 +32,7 @@ class GroupStatus:
         still_seconds: since that last moved.
         idle_seconds: since one of its consumers asked for something; None: it has none.
         there: whether the server has the group.
+        dead: deliveries put aside as dead letters; None: the consumer's tables are in another database or schema.
     """
 
     name: str
@@ -43,6 +44,7 @@ class GroupStatus:
     still_seconds: float | None
     idle_seconds: float | None
     there: bool
+    dead: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,11 @@ class Status:
     streams: list[StreamStatus]
 
 
-def status(settings: RelaySettings) -> Status:
+def status(settings: RelaySettings, consumer_schema: str = "public") -> Status:
     """How things stand; changes nothing.
+
+    Args:
+        consumer_schema: where the consumers' tables are, if they are in the same database.
 
     Raises:
         SchemaError: the tables are missing or of another revision.
@@ -103,12 +108,13 @@ def status(settings: RelaySettings) -> Status:
         heads = store.heads(connection)
         markers = transport.markers([head.stream for head in heads]) if heads else {}
         full = share is not None and share > settings.max_memory_share
+        dead = store.dead_letters(connection, consumer_schema)
         streams = []
         for head in heads:
             found, state = markers[head.stream], StreamState(0, 0, 0, [])
             if not isinstance(found, TransportError):
                 state = transport.inspect(head.stream)
-            streams.append(_stream(store, connection, settings, head, found, state, full))
+            streams.append(_stream(store, connection, settings, head, found, state, full, dead))
         return Status(
             store.relays(connection), store.epoch(connection), newest.seq if newest else 0, share,
             store.unsealed(connection, _COUNTED), streams,
@@ -185,6 +191,7 @@ def _stream(
     found: Marker | TransportError | None,
     state: StreamState,
     full: bool,
+    dead: Mapping[tuple[str, str], int] | None,
 ) -> StreamStatus:
     declared = {group.name: group.acked for group in store.groups(connection) if group.stream == head.stream}
     published = found.seq if isinstance(found, Marker) else None
@@ -207,6 +214,7 @@ def _stream(
             GroupStatus(
                 name, store.events_between(connection, head.stream, declared.get(name, 0), head.seq), undelivered, group.pending if group else 0, _age(group), declared.get(name, 0),
                 ages.get((head.stream, name)), group.idle_seconds if group else None, group is not None,
+                None if dead is None else dead.get((head.stream, name), 0),
             )
         )  # fmt: skip
     return StreamStatus(

@@ -527,6 +527,19 @@ class Store:
         )
         return {topic: (count, age) for topic, count, age in rows}
 
+    def dead_letters(self, connection: Connection, schema: str) -> dict[tuple[str, str], int] | None:
+        """By stream and group: deliveries put aside, where the consumers' tables are in this database too, in `schema`;
+        None: they are not, or not for our role. Reads the whole table."""
+        table = sql.Identifier(schema, "dead_letters")
+        known = "SELECT has_table_privilege(to_regclass(%s), 'SELECT')"
+        row = connection.execute(known, (table.as_string(connection),)).fetchone()
+        if not row or not row[0]:
+            return None
+        rows = connection.execute(
+            sql.SQL("SELECT stream, consumer, count(*) FROM {} GROUP BY stream, consumer").format(table)
+        )
+        return {(stream, consumer): number for stream, consumer, number in rows}
+
     def group_ages(self, connection: Connection) -> dict[tuple[str, str], float]:
         """By stream and group: seconds since `acked` last moved."""
         rows = connection.execute(

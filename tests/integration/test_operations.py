@@ -76,6 +76,26 @@ def test_status_tells_the_truth_about_a_group(bench: Bench) -> None:
     assert group.idle_seconds is not None
 
 
+def test_status_counts_dead_letters_where_the_consumers_tables_are_here(bench: Bench) -> None:
+    for name in (GROUP, "other"):
+        bench.transport().open(name, [TOPIC])
+    bench.write(1)
+    look(bench)
+
+    def dead(schema: str = "public") -> dict[str, int | None]:
+        ((*groups,),) = (stream.groups for stream in status(bench.settings(), schema).streams)
+        return {group.name: group.dead for group in groups}
+
+    assert dead() == {GROUP: 0, "other": 0}
+    bench.db.execute(
+        "INSERT INTO public.dead_letters (consumer, stream, stream_id, reason, error, fields) "
+        "SELECT %s, %s, i || '-0', 'undecodable', '', '{}' FROM generate_series(1, 3) i",
+        (GROUP, TOPIC),
+    )
+    assert dead() == {GROUP: 3, "other": 0}
+    assert dead("elsewhere") == {GROUP: None, "other": None}
+
+
 def test_status_after_a_strangers_deletion_where_the_servers_lag_is_null(bench: Bench) -> None:
     transport = bench.transport()
     transport.open(GROUP, [TOPIC])
