@@ -28,7 +28,7 @@ failures: $(READY)  ## the failure gallery: each classic loss, the naive way bes
 test: $(READY)  ## all tests, on embedded PostgreSQL and Valkey (or DATABASE_URL / REDIS_URL)
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-long: $(READY)  ## what `make test` leaves out because it takes long: soak, clusters, poolers, stand-bys, gallery (8 minutes)
+test-long: $(READY)  ## what `make test` leaves out because it takes long: soak, clusters, poolers, stand-bys, gallery (10 minutes)
 	@$(BIN)/python -m pytest -m long $(ARGS)
 
 lint: $(READY)

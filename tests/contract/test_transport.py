@@ -172,7 +172,7 @@ _SERVERS += [
     pytest.param(
         ("cluster", name, protocol),
         id=f"{name}-cluster-resp{protocol}",
-        marks=() if (name, protocol) == (SERVERS[-1], 3) else pytest.mark.long,
+        marks=pytest.mark.long,
     )
     for name in SERVERS
     for protocol in ((2, 3) if name == SERVERS[-1] else (3,))

@@ -81,6 +81,7 @@ class Writers:
             self.committed.append((str(event.id), key, row[0]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("server", "seconds"),
     [

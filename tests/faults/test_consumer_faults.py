@@ -384,6 +384,7 @@ def test_o_20_consumers_killed_at_random(site: Site) -> None:
     site.settled(500)
 
 
+@pytest.mark.long
 def test_o_13_eight_consumers_take_over_a_dead_ones_deliveries(site: Site) -> None:
     site.add(100)
     site.redis.xgroup_create(KEY, "ledger", "0")

@@ -179,6 +179,7 @@ def test_o_43_redis_restarted_again_and_again(
     assert [process.poll() for process in processes] == [None, None]
 
 
+@pytest.mark.long
 def test_o_44_connections_that_the_other_side_forgot(
     stack: ExitStack, postgres: PostgresServer, own_valkey: Callable[..., ValkeyServer]
 ) -> None:
@@ -336,6 +337,7 @@ def test_o_60_payloads_of_any_length_are_delivered_byte_equal(bench: Bench, payl
     assert fields[b"data"] == event.data
 
 
+@pytest.mark.long
 def test_o_61_megabytes_are_processed_in_bounded_memory(bench: Bench, tmp_path: Path) -> None:
     """The process may have 256 MB more than it starts with; one event over the limit is refused before anything is sent."""
     bench.make_tables()

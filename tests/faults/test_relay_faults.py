@@ -116,6 +116,7 @@ def test_o_09_killed_after_publishing_before_it_knew(bench: Bench) -> None:
     assert bench.consume() == Counter(dict.fromkeys(bench.outbox(), 1))
 
 
+@pytest.mark.long
 def test_o_09_killed_at_random(bench: Bench) -> None:
     rnd = random.Random(9)
     bench.fill(3000)

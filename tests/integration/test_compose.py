@@ -27,7 +27,11 @@ from tests.waiting import eventually
 ROOT = Path(__file__).parent.parent.parent
 IMAGE = "outbox-consumer:test"
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(420)]  # the image is built within the first test's time
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.long,
+    pytest.mark.timeout(420),
+]  # the image is built within the first test's time
 
 
 def run(*command: str, timeout: float = 60, env: dict[str, str] | None = None) -> str:

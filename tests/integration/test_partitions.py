@@ -174,6 +174,7 @@ def test_a_server_that_refuses_partitions_stops_nothing(bench: Bench, caplog: py
     assert Store().make_partitions(bench.db, 1000, 1) == 2
 
 
+@pytest.mark.long
 def test_a_partition_that_cannot_be_attached_in_time_is_tried_less_and_less_often(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
