@@ -31,8 +31,9 @@ def stack() -> Iterator[ExitStack]:
         yield found
 
 
-@pytest.mark.parametrize("how", ["killed", "hangs"])
-@pytest.mark.parametrize("name", sorted(redis_servers()))
+@pytest.mark.parametrize(
+    ("name", "how"), [*((name, "killed") for name in sorted(redis_servers())), ("valkey9", "hangs")]
+)
 def test_the_primary_is_lost_and_another_takes_over(database_url: str, stack: ExitStack, name: str, how: str) -> None:
     watched = stack.enter_context(Watched(redis_servers()[name]))
     old = watched.primary()
