@@ -156,6 +156,8 @@ def reconcile(
             selection = Selection(ids=tuple(report.missing))
             steps = list(replay(store, outbox, transport, relay_settings, selection, consumer=consumer.name))
             typer.echo(f"{steps[-1].events if steps else 0:,} published again for {consumer.name} alone", err=True)
+            if rest := report.missing_count - len(report.missing):
+                typer.echo(f"{rest:,} more are missing: run it again when these are done", err=True)
     if report.missing_count or report.extra_count:
         raise typer.Exit(3)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from outbox import schema as schemas
-from outbox.errors import SettingsError, TransportError
+from outbox.errors import SettingsError, TransportError, TransportUnavailable
 from outbox.settings import RelaySettings
 from outbox.store import Connection, Store, StreamHead
 from outbox.transport import Marker, StreamTransport
@@ -100,20 +100,27 @@ def status(settings: RelaySettings, consumer_schema: str = "public") -> Status:
 
     Raises:
         SchemaError: the tables are missing or of another revision.
-        psycopg.Error: PostgreSQL cannot be reached.
-        TransportUnavailable: Redis cannot be reached.
+        psycopg.Error: PostgreSQL cannot be reached. Where Redis cannot, that is the error of every stream.
     """
     with opened(settings) as (store, connection, transport):
-        newest, share = store.newest(connection), transport.memory_share()
-        heads = store.heads(connection)
-        markers = transport.markers([head.stream for head in heads]) if heads else {}
+        newest, heads = store.newest(connection), store.heads(connection)
+        share: float | None = None
+        markers: Mapping[str, Marker | TransportError | None]
+        try:
+            share = transport.memory_share()
+            markers = transport.markers([head.stream for head in heads]) if heads else {}
+        except TransportUnavailable as error:
+            markers = {head.stream: error for head in heads}
         full = share is not None and share > settings.max_memory_share
         dead = store.dead_letters(connection, consumer_schema)
         streams = []
         for head in heads:
             found, state = markers[head.stream], StreamState(0, 0, 0, [])
             if not isinstance(found, TransportError):
-                state = transport.inspect(head.stream)
+                try:
+                    state = transport.inspect(head.stream)
+                except TransportError as error:
+                    found = error
             streams.append(_stream(store, connection, settings, head, found, state, full, dead))
         return Status(
             store.relays(connection), store.epoch(connection), newest.seq if newest else 0, share,

@@ -76,6 +76,18 @@ def test_status_tells_the_truth_about_a_group(bench: Bench) -> None:
     assert group.idle_seconds is not None
 
 
+def test_status_without_redis_says_what_postgresql_knows(bench: Bench) -> None:
+    bench.transport().open(GROUP, [TOPIC])
+    bench.write(25)
+    look(bench)
+    bench.write(4)
+    found = status(bench.settings(redis_url="redis://127.0.0.1:1/0"))
+    (stream,) = found.streams
+    assert (found.unsealed[TOPIC][0], found.memory_share, stream.batch) == (4, None, 3)
+    assert "127.0.0.1:1" in (stream.error or "")
+    assert [(group.name, group.unacknowledged, group.there) for group in stream.groups] == [(GROUP, 25, False)]
+
+
 def test_status_counts_dead_letters_where_the_consumers_tables_are_here(bench: Bench) -> None:
     for name in (GROUP, "other"):
         bench.transport().open(name, [TOPIC])

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from typer.testing import CliRunner
 
+from consumer.cli import app
 from consumer.ledger import Ledger
 from consumer.reconcile import Report, reconcile
 from consumer.settings import ConsumerSettings
@@ -114,6 +116,21 @@ def test_the_command_repairs_for_this_consumer_alone_across_two_databases(
         clean = command(bench, "--json", "--grace", "0", **environment)
         assert clean.returncode == 0, clean.stderr
         assert json.loads(clean.stdout)["compared"] == 30
+
+
+def test_more_than_it_can_hold_are_repaired_by_running_it_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("consumer.reconcile._KEPT", 2)
+    for name, value in (
+        ("DATABASE_URL", bench.database_url), ("REDIS_URL", bench.redis_url), ("OUTBOX_KEY_PREFIX", bench.prefix)
+    ):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    bench.write(5)
+    drain(bench.relay())
+    done = CliRunner().invoke(app, ["reconcile", "tests.faults.chaos:ledger", "--grace", "0", "--repair"])
+    assert done.exit_code == 3, done.output
+    assert "5 missing" in done.output
+    assert "2 published again" in done.output
+    assert "3 more are missing: run it again" in done.output
 
 
 # --- the ledger's retention ----------------------------------------------------------------------------------------------
