@@ -34,8 +34,8 @@ class AcknowledgesFirst(StreamTransport):
 def forgets_duplicates(_consumer: Worker) -> None:
     claim = Ledger.claim
 
-    def all_of_them(self: Ledger, connection: Any, ids: Any) -> Any:
-        claim(self, connection, ids)
+    def all_of_them(self: Ledger, connection: Any, ids: Any, *patience: Any) -> Any:
+        claim(self, connection, ids, *patience)
         return set(ids)
 
     Ledger.claim = all_of_them  # type: ignore[method-assign]
