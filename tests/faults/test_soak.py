@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from typing import Any
 
+import psycopg
 import pytest
 
 from tests.faults.soak import Soak
@@ -56,6 +57,12 @@ def test_the_soak_complains_about_sabotage(
     kind: type[Sabotaged], what: str, complaint: str, patience_seconds: float
 ) -> None:
     broken = type(kind.__name__, (kind,), {"what": what})
-    with broken(seed=5) as soak, pytest.raises(AssertionError, match=complaint):
+    with broken(seed=5) as soak:
         soak.patience_seconds = patience_seconds  # what is lost never comes; what is late does
-        soak.run(8)
+        with pytest.raises(AssertionError, match=complaint):
+            soak.run(8)
+        assert [process.poll() for process in (*soak.relays, *soak.consumers)] == [None] * 4, "nobody just stopped"
+        with psycopg.connect(soak.postgres.url) as db:
+            row = db.execute("SELECT count(*) FROM public.processed_messages").fetchone()
+        assert row is not None
+        assert row[0] > 100, "the broken ones did their work"
