@@ -220,21 +220,3 @@ def include_object(item: Any, name: str | None, kind: str, _reflected: bool = Tr
     alone (partitions, version tables and indexes included). `outbox migrate` and `consumer migrate` look after them."""
     table = name if kind == "table" else getattr(getattr(item, "table", None), "name", None)
     return table is None or not _OURS.fullmatch(table)
-
-
-# --- partitions ----------------------------------------------------------------------------------------------------
-
-
-def existing_partitions(connection: psycopg.Connection[Any], schema: str, table: str) -> list[str]:
-    """Names of the partitions of a table, the default one included."""
-    rows = connection.execute(
-        """
-        SELECT child.relname FROM pg_catalog.pg_inherits
-        JOIN pg_catalog.pg_class parent ON parent.oid = inhparent
-        JOIN pg_catalog.pg_namespace n ON n.oid = parent.relnamespace
-        JOIN pg_catalog.pg_class child ON child.oid = inhrelid
-        WHERE n.nspname = %s AND parent.relname = %s ORDER BY child.relname
-        """,
-        (schema, table),
-    )
-    return [name for (name,) in rows]

@@ -35,6 +35,7 @@ from outbox import schema as schemas
 from outbox.envelope import uuid7
 from outbox.telemetry import Claimed, Measurement
 from outbox.transport import Delivery, MemoryTransport
+from tests.catalog import existing_partitions
 from tests.waiting import eventually
 
 TOPIC = "accounts"
@@ -787,7 +788,7 @@ def test_an_empty_search_path(database: Database, database_url: str) -> None:
     for fields in (entry(), entry("renamed", {"name": "B"}, version=2), entry(data=b"{"), entry("renamed")):
         transport.add(TOPIC, fields)
     assert worker.run_once() == {APPLIED: 2, DEAD: 2}
-    assert len(schemas.existing_partitions(database.connection, "public", "processed_messages")) == 6
+    assert len(existing_partitions(database.connection, "public", "processed_messages")) == 6
     engine.dispose()
 
 

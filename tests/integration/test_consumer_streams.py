@@ -37,6 +37,7 @@ from outbox.settings import RelaySettings
 from outbox.telemetry import Claimed, Measurement
 from outbox.transport import StreamTransport
 from outbox.transport.base import stream_of
+from tests.catalog import existing_partitions
 from tests.integration.test_consumer import TABLES, TOPIC, credit, entry, wallet
 from tests.waiting import eventually
 
@@ -263,11 +264,11 @@ def test_two_databases_with_odd_schema_names_and_an_empty_search_path(
         relay.close()
         worker.close()
     with psycopg.connect(empty_database_url) as connection:
-        assert len(schemas.existing_partitions(connection, "Té x", "outbox")) > 2
+        assert len(existing_partitions(connection, "Té x", "outbox")) > 2
         assert connection.execute('SELECT count(*), min(name) FROM "Té x".outbox_group').fetchone() == (1, "ledger")
         assert connection.execute("SELECT count(*) FROM pg_tables WHERE schemaname = 'public'").fetchone() == (0,)
     with psycopg.connect(database_url) as connection:
-        assert len(schemas.existing_partitions(connection, "Sel ect", "processed_messages")) > 2
+        assert len(existing_partitions(connection, "Sel ect", "processed_messages")) > 2
         for table, rows in (("processed_messages", 9), ("dead_letters", 3), ("entity_versions", 1)):
             count = sql.SQL("SELECT count(*) FROM {}").format(sql.Identifier("Sel ect", table))
             assert connection.execute(count).fetchone() == (rows,)

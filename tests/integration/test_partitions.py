@@ -21,6 +21,7 @@ from outbox import doctor, schema
 from outbox.embedded import PostgresServer
 from outbox.partitions import Partition, Partitions
 from outbox.store import Store
+from tests.catalog import existing_partitions
 from tests.faults.chaos import TABLES, TOPIC, Bench, drain, ledger
 from tests.waiting import eventually
 
@@ -41,7 +42,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def names(bench: Bench, table: str = "outbox") -> list[str]:
-    return schema.existing_partitions(bench.db, "public", table)
+    return existing_partitions(bench.db, "public", table)
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:

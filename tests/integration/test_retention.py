@@ -13,6 +13,7 @@ from outbox import record
 from outbox import schema as schemas
 from outbox.retention import Dropped, drop_old
 from outbox.store import Store, Window
+from tests.catalog import existing_partitions
 from tests.faults.chaos import TOPIC, Bench, drain
 from tests.waiting import eventually
 
@@ -28,7 +29,7 @@ def bench(database_url: str, redis_url: str, prefix: str) -> Iterator[Bench]:
 
 
 def partitions(bench: Bench) -> list[str]:
-    return schemas.existing_partitions(bench.db, "public", "outbox")
+    return existing_partitions(bench.db, "public", "outbox")
 
 
 def fill(bench: Bench, events: int, *, old: bool = True) -> None:

@@ -31,8 +31,13 @@ from tests.integration.test_consumer_failures import bad, errors, three
 from tests.waiting import eventually
 
 APPLIED, DUPLICATE, STALE, IGNORED, DEAD, RETRY = Outcome
-#: So that a test of waiting ends, with a lost connection.
-NOT_FOR_EVER = "?options=-c%20transaction_timeout%3D5s"
+
+
+def not_for_ever(url: str) -> str:
+    """The address, with a limit by which a test of waiting ends with a lost connection, where PostgreSQL has one."""
+    with psycopg.connect(url) as connection:
+        known = connection.info.server_version >= 170_000
+    return f"{url}?options=-c%20transaction_timeout%3D5s" if known and "?" not in url else url
 
 
 @pytest.fixture
@@ -44,7 +49,7 @@ def database(database_url: str) -> Iterator[Database]:
 
 @pytest.fixture
 def engine(database_url: str) -> Iterator[sqlalchemy.Engine]:
-    made = schemas.engine(database_url + NOT_FOR_EVER, "handlers")
+    made = schemas.engine(not_for_ever(database_url), "handlers")
     yield made
     made.dispose()
 
@@ -180,7 +185,7 @@ def start(database_url: str) -> Iterator[Callable[..., Worker]]:
         settings = {"claim_seconds": 60, "check_seconds": 0.02, "block_seconds": 0.02} | options
         worker = Worker(
             consumer,
-            ConsumerSettings(database_url=database_url + NOT_FOR_EVER, redis_url="redis://unused", **settings),
+            ConsumerSettings(database_url=not_for_ever(database_url), redis_url="redis://unused", **settings),
             transport=transport,
         )
         workers.append(worker)

@@ -14,6 +14,7 @@ from outbox.embedded import PostgresServer
 from outbox.envelope import ROW
 from outbox.errors import AlreadySealed
 from outbox.store import BEGINNING, POSITION, Batch, Connection, Store, StreamPart, Window
+from tests.catalog import existing_partitions
 from tests.faults.chaos import TOPIC, Bench
 from tests.waiting import eventually
 
@@ -247,7 +248,7 @@ def test_of_two_that_seal_one_number_the_second_is_refused(bench: Bench) -> None
 
 
 def partitions(bench: Bench) -> list[str]:
-    return [n for n in schemas.existing_partitions(bench.db, "public", "outbox") if n != "outbox_default"]
+    return [n for n in existing_partitions(bench.db, "public", "outbox") if n != "outbox_default"]
 
 
 def test_partitions_are_made_ahead_and_rows_of_the_default_one_moved(bench: Bench) -> None:

@@ -23,6 +23,7 @@ from outbox import Event, SettingsError, Writer, record, schema
 from outbox.embedded import PostgresServer, postgres_servers
 from outbox.errors import SchemaError
 from outbox.store import Store
+from tests.catalog import existing_partitions
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -349,7 +350,7 @@ def database(database_url: str) -> Iterator[psycopg.Connection[Any]]:
 def test_partitions_are_made_ahead_and_only_once(database: psycopg.Connection[Any]) -> None:
     assert Store().make_partitions(database, 1000, 2) == 3
     assert Store().make_partitions(database, 1000, 2) == 0
-    names = schema.existing_partitions(database, "public", "outbox")
+    names = existing_partitions(database, "public", "outbox")
     assert names == ["outbox_0_1000", "outbox_1000_2000", "outbox_2000_3000", "outbox_default"]
     insert(database, 1500)
     assert placed(database) == {"outbox_0_1000": 999, "outbox_1000_2000": 501}
@@ -379,7 +380,7 @@ def test_too_many_rows_to_move_stay_where_they_are(database: psycopg.Connection[
     Store().make_partitions(database, 20_000, 1)
     insert(database, 1)
     assert placed(database) == {"outbox_default": 12_001}
-    assert "outbox_20000_40000" in schema.existing_partitions(database, "public", "outbox")
+    assert "outbox_20000_40000" in existing_partitions(database, "public", "outbox")
 
 
 def test_partitions_are_like_their_parent(database: psycopg.Connection[Any]) -> None:
@@ -397,7 +398,7 @@ def test_many_callers_at_once_make_each_partition_once(database_url: str) -> Non
         with schema.connect(database_url, "test", autocommit=True) as connection:
             barrier.wait()
             made = 0
-            while len(schema.existing_partitions(connection, "public", "outbox")) < 9:
+            while len(existing_partitions(connection, "public", "outbox")) < 9:
                 made += Store().make_partitions(connection, 1000, 7)
             return made
 
