@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+# Every worker has servers of its own. One process, as for --pdb: make test WORKERS=
+WORKERS ?= --numprocesses=auto --maxprocesses=4 --dist=loadgroup
 READY  := $(VENV)/.ready-$(shell cksum < pyproject.toml | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
@@ -26,10 +28,10 @@ failures: $(READY)  ## the failure gallery: each classic loss, the naive way bes
 	@$(BIN)/python -m examples.failures $(ARGS)
 
 test: $(READY)  ## all tests, on embedded PostgreSQL and Valkey (or DATABASE_URL / REDIS_URL)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-long: $(READY)  ## what `make test` leaves out because it takes long: soak, clusters, poolers, stand-bys, gallery (10 minutes)
-	@$(BIN)/python -m pytest -m long $(ARGS)
+	@$(BIN)/python -m pytest -m long $(WORKERS) $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

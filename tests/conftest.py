@@ -162,6 +162,17 @@ def own_bouncer() -> Iterator[Callable[..., Bouncer]]:
         yield start
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["servers"] = session.config.stash.get(_USED, {})
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist ended: its servers are the session's."""
+    node.config.stash.setdefault(_USED, {}).update(getattr(node, "workeroutput", {}).get("servers", {}))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     used = config.stash.get(_USED, {})
     found = redis_servers()

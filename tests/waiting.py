@@ -12,7 +12,7 @@ _POLL_SECONDS = 0.02
 
 def eventually(
     condition: Callable[[], _T],
-    timeout_seconds: float = 10,
+    timeout_seconds: float = 30,
     message: str = "",
     *,
     ignoring: tuple[type[Exception], ...] = (),

@@ -32,7 +32,6 @@ class Bouncer(EmbeddedServer):
     """
 
     _url = "postgresql://anybody@{host}:{port}/pgbouncer"
-    _stop_signal = signal.SIGQUIT  # SIGTERM waits for clients, from 1.23 on
     _guard_signal = signal.SIGKILL
 
     def __init__(
@@ -45,6 +44,8 @@ class Bouncer(EmbeddedServer):
         self._target = conninfo_to_dict(target)
         said = subprocess.run([program, "--version"], capture_output=True, text=True).stdout
         self.version = tuple(int(number) for number in re.findall(r"\d+", said)[:2])
+        # SIGTERM waits for clients from 1.23 on; SIGQUIT has no handler before, and is ignored in a shell's background job.
+        self._stop_signal = signal.SIGQUIT if self.version >= (1, 23) else signal.SIGTERM
         given = {"pool_mode": pool_mode, "default_pool_size": str(pool_size)}
         if self.version >= (1, 21):
             given["max_prepared_statements"] = str(prepared)

@@ -98,7 +98,7 @@ def test_a_stopped_gallery_leaves_no_process() -> None:
         _, errors = running.communicate(timeout=30)
     assert running.returncode == 130, errors
     assert "Traceback" not in errors
-    eventually(lambda: not _marked(f"GALLERY_TEST={mark}"), 10, "no process is left")
+    eventually(lambda: not _marked(f"GALLERY_TEST={mark}"), message="no process is left")
 
 
 def _marked(mark: str) -> list[str]:

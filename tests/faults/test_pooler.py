@@ -306,7 +306,7 @@ def test_o_79_a_limit_for_idle_transactions(
     eventually(lambda: log.read_text().count("handler failed") >= 2, 20)
     assert bench.effects() == Counter(dict.fromkeys(ids[1:], 1))
     bench.db.execute("CREATE TABLE public.mended ()")
-    eventually(lambda: bench.effects() == Counter(dict.fromkeys(ids, 1)), 30)
+    eventually(lambda: bench.effects() == Counter(dict.fromkeys(ids, 1)))
     eventually(lambda: bench.redis.xpending(bench.key(), slow.name)["pending"] == 0, 20)
     assert (relay.poll(), consumer.poll()) == (None, None)
 
@@ -333,7 +333,7 @@ def test_every_command_through_a_pooler(bench: Bench) -> None:
     ids = bench.write(30)
     relay = bench.start()
     consumer = bench.start(*CONSUMER, **QUICK)
-    eventually(lambda: bench.effects() == Counter(dict.fromkeys(ids, 1)), 30)
+    eventually(lambda: bench.effects() == Counter(dict.fromkeys(ids, 1)))
     eventually(lambda: bench.redis.xpending(bench.key(), ledger.name)["pending"] == 0, 20)
 
     code, said = command(bench, "outbox", "status", "--json")
@@ -355,7 +355,7 @@ def test_every_command_through_a_pooler(bench: Bench) -> None:
     bench.db.execute("DELETE FROM public.effects WHERE event_id = %s", (ids[3],))
     code, said = command(bench, "consumer", "reconcile", target, "--grace", "0", "--repair")
     assert (code, "1 missing: not in the ledger:" in said) == (3, True)
-    eventually(lambda: bench.effects() == Counter(dict.fromkeys(ids, 1)), 20)
+    eventually(lambda: bench.effects() == Counter(dict.fromkeys(ids, 1)))
     for process in (consumer, relay):
         process.terminate()
         assert process.wait(20) == 0

@@ -30,8 +30,9 @@ IMAGE = "outbox-consumer:test"
 pytestmark = [
     pytest.mark.docker,
     pytest.mark.long,
-    pytest.mark.timeout(420),
-]  # the image is built within the first test's time
+    pytest.mark.xdist_group("containers"),  # all in one worker: one project for all
+    pytest.mark.timeout(420),  # the image is built within the first test's time
+]
 
 
 def run(*command: str, timeout: float = 60, env: dict[str, str] | None = None) -> str:

@@ -164,7 +164,7 @@ def the_rights_suffice(database_url: str, url: str, client: Any, lanes: int) -> 
             OUTBOX_LANES=f"{TOPIC}={lanes}", CONSUMER_BLOCK_SECONDS="0.2",
         )  # fmt: skip
         bench.make_tables()
-        eventually(lambda: bench.effects() == Counter(dict.fromkeys(ids, 1)), 20)
+        eventually(lambda: bench.effects() == Counter(dict.fromkeys(ids, 1)))
         consumer.terminate()
         assert consumer.wait(20) == 0
         drain(relay)

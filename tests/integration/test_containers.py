@@ -26,6 +26,7 @@ def test_servers_answer(database_url: str, redis_url: str, prefix: str) -> None:
 
 @pytest.mark.docker
 @pytest.mark.long
+@pytest.mark.xdist_group("containers")
 @pytest.mark.timeout(180)
 def test_servers_are_containers_when_asked_for() -> None:
     if not engine_answers():

@@ -131,7 +131,7 @@ def test_a_stopped_demo_leaves_no_process(number: signal.Signals, status: int) -
         _, errors = running.communicate(timeout=30)
     assert running.returncode == status, errors
     assert "Traceback" not in errors
-    eventually(lambda: not marked(mark), 10, "no process is left")
+    eventually(lambda: not marked(mark), message="no process is left")
 
 
 def marked(mark: str) -> list[int]:
