@@ -1,7 +1,9 @@
-"""Waiting for a condition with a deadline, never for a time."""
+"""Waiting for a condition with a deadline, never for a time; and for the end of a process."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -40,3 +42,17 @@ def eventually(
             name = message or getattr(condition, "__name__", "the condition")
             raise AssertionError(f"not within {timeout_seconds} s: {name}; last seen: {last}") from error
         time.sleep(_POLL_SECONDS)
+
+
+def stops_within(limit_seconds: float, started: Callable[[], subprocess.Popen[bytes]], tries: int = 3) -> bool:
+    """Whether a process ends well within the time after SIGTERM.
+
+    The machine may be busy with something else just then: what cannot be done in time is not done at any of the tries.
+    """
+    for _ in range(tries):
+        process, begun = started(), time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        if time.monotonic() - begun < limit_seconds:
+            return True
+    return False

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from outbox import Event, record
 from outbox.embedded import PostgresServer, ValkeyServer, redis_servers
 from outbox.envelope import uuid7
 from tests.faults.proxy import Proxy, port_of, through
-from tests.waiting import eventually
+from tests.waiting import eventually, stops_within
 
 ROOT = Path(__file__).parents[2]
 TOPIC, KEY = "accounts", "{accounts}"
@@ -38,6 +39,7 @@ TABLES = """
 """
 HANDLERS = """
 import os, signal, time
+from itertools import count
 from pathlib import Path
 from consumer import Consumer
 
@@ -483,11 +485,15 @@ def test_o_23_flushed_deleted_destroyed(
 
 
 def test_sigterm_ends_an_idle_consumer_at_once(site: Site) -> None:
-    site.add(1)
-    process = site.consumer(CONSUMER_BLOCK_SECONDS="1", CONSUMER_CHECK_SECONDS="1", CONSUMER_CLAIM_SECONDS="60")
-    site.settled(1)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(2) == 0
+    numbers = count(1)
+
+    def idle() -> subprocess.Popen[bytes]:
+        process = site.consumer(CONSUMER_BLOCK_SECONDS="1", CONSUMER_CHECK_SECONDS="1", CONSUMER_CLAIM_SECONDS="60")
+        site.add(1)
+        site.settled(next(numbers))
+        return process
+
+    assert stops_within(2, idle)
     assert site.output().rstrip().endswith("consumer ledger stopped")
 
 
