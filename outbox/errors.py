@@ -98,7 +98,8 @@ class StaleRelay(OutboxError):
         super().__init__(
             f"stream {stream} is in epoch {epoch}, this relay's database in epoch {ours}: "
             "it is not the database that publishes now, so nothing is published from it. After a failover, point this relay "
-            "at the new primary; if this database is the one to go on with, run: outbox new-epoch"
+            "at the new primary; if this database is the one to go on with, run: outbox new-epoch. Two outboxes that share a "
+            "Redis need topics, or an OUTBOX_KEY_PREFIX, of their own"
         )
         self.stream = stream
         self.epoch = epoch
