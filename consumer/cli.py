@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import asdict
 from datetime import timedelta
+from itertools import islice
 from types import TracebackType
 from typing import Annotated, Any
 
@@ -27,6 +26,7 @@ from outbox import schema as schemas
 from outbox.cli import (
     AsJson,
     LogLevel,
+    Rate,
     Strict,
     StrictStart,
     TransactionSeconds,
@@ -35,12 +35,15 @@ from outbox.cli import (
     report,
     run_app,
     run_migrate,
+    shown_steps,
     started,
+    stop_on_signals,
     warn_of_unknown_variables,
 )
 from outbox.doctor import TRANSACTION_SECONDS, Limits
 from outbox.errors import OutboxError, SettingsError
-from outbox.replay import Selection, replay
+from outbox.replay import EVENTS_PER_SECOND, replay_positions
+from outbox.retry import Stop
 from outbox.settings import RelaySettings
 
 app = typer.Typer(
@@ -116,19 +119,22 @@ def doctor(
 
 @app.command()
 def reconcile(
-    target: Annotated[str, typer.Argument(metavar="MODULE:NAME", help="The Consumer, e.g. myapp.handlers:wallet.")],
+    target: Target,
     days: Annotated[float, typer.Option(min=0.001, help="Compare what was recorded in the last so many days.")] = 7,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that an event may be on its way.")] = 300,
     repair: Annotated[
         bool, typer.Option("--repair", help="Have the missing ones published again, for us alone.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all ids.")] = False,
+    rate: Rate = EVENTS_PER_SECOND,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with all ids, however many.")] = False,
     outbox_schema: Annotated[str | None, typer.Option(help="Default: OUTBOX_SCHEMA, else public.")] = None,
     schema: Schema = None,
 ) -> None:
     """Compare an outbox (OUTBOX_DATABASE_URL, else DATABASE_URL) with this consumer's ledger (DATABASE_URL).
 
-    Exit code 0: nothing is missing and nothing extra; 3: something is.
+    A repair that ends before its time is run again: what has come meanwhile is no longer missing. It waits like a replay.
+
+    Exit code 0: nothing is missing and nothing extra; 3: something is (or was, before the repair).
     """
     consumer = _loaded(target)
     settings = _settings(schema)
@@ -147,18 +153,26 @@ def reconcile(
                 consumer, outbox, ledger, since=now - timedelta(days=days), now=now, grace=timedelta(seconds=grace),
                 outbox_schema=relay_settings.schema_name, ledger_schema=settings.schema_name,
             )  # fmt: skip
-        if as_json:
-            typer.echo(json.dumps(asdict(report), default=str, indent=2))
-        else:
-            for line in _lines(report):
-                typer.echo(line)
+        sys.stdout.writelines(f"{line}\n" for line in (_json(report) if as_json else _lines(report)))
+        sys.stdout.flush()
         if repair and report.missing:
-            selection = Selection(ids=tuple(report.missing))
-            steps = list(replay(store, outbox, transport, relay_settings, selection, consumer=consumer.name))
-            typer.echo(f"{steps[-1].events if steps else 0:,} published again for {consumer.name} alone", err=True)
-            if rest := report.missing_count - len(report.missing):
-                typer.echo(f"{rest:,} more are missing: run it again when these are done", err=True)
-    if report.missing_count or report.extra_count:
+            stopping = Stop()
+            stop_on_signals(stopping.set)
+            steps = replay_positions(
+                store, outbox, transport, relay_settings, report.missing.positions,
+                consumer=consumer.name, events_per_second=rate, stopping=stopping,
+            )  # fmt: skip
+            done, published = False, 0
+            try:
+                for step in shown_steps(steps, "repair", len(report.missing)):
+                    published = step.events
+                done = not stopping.is_set()
+            finally:
+                typer.echo(
+                    f"{published:,} published again for {consumer.name} alone" + ("" if done else "; run it again"),
+                    err=True,
+                )
+    if report.missing or report.extra:
         raise typer.Exit(3)
 
 
@@ -170,15 +184,28 @@ def _settings(schema: str | None, strict: bool = False) -> ConsumerSettings:
 
 def _lines(report: Report) -> Iterator[str]:
     yield f"{report.compared:,} events compared, {report.dead:,} of them put aside as dead letters"
-    for what, number, ids in (
-        ("missing: not in the ledger", report.missing_count, report.missing),
-        ("late: not in the ledger yet", report.late_count, report.late),
-        ("extra: not recorded in this outbox", report.extra_count, report.extra),
+    for what, found in (
+        ("missing: not in the ledger", report.missing),
+        ("late: not in the ledger yet", report.late),
+        ("extra: not recorded in this outbox", report.extra),
     ):
-        yield f"{number:,} {what}" + (":" if ids else "")
-        yield from (f"  {event_id}" for event_id in ids[:20])
-        if number > 20:
-            yield f"  and {number - 20:,} more"
+        yield f"{len(found):,} {what}" + (":" if found else "")
+        yield from (f"  {event_id}" for event_id in islice(found, 20))
+        if len(found) > 20:
+            yield f"  and {len(found) - 20:,} more"
+
+
+def _json(report: Report) -> Iterator[str]:
+    """The report as one JSON object, a line an id: there may be more than memory holds."""
+    kinds = {"missing": report.missing, "late": report.late, "extra": report.extra}
+    counts = {"compared": report.compared, "dead": report.dead} | {f"{kind}_count": len(kinds[kind]) for kind in kinds}
+    yield "{"
+    yield from (f'  "{name}": {number},' for name, number in counts.items())
+    for number, (kind, found) in enumerate(kinds.items(), 1):
+        yield f'  "{kind}": ['
+        yield from (f'    "{event_id}"{"," * (n < len(found))}' for n, event_id in enumerate(found, 1))
+        yield "  ]" + "," * (number < len(kinds))
+    yield "}"
 
 
 def _loaded(target: str) -> Consumer:

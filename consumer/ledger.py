@@ -350,7 +350,7 @@ class Ledger:
     def processed(self, connection: Connection, since: datetime) -> Iterator[tuple[uuid.UUID, str]]:
         """Ids and outcomes of what was processed since then, in order of the ids; streamed, in a transaction. Walks the
         primary key."""
-        with connection.cursor(name="processed") as cursor:
+        with connection.cursor(name="processed", binary=True) as cursor:
             cursor.itersize = 5000
             cursor.execute(
                 sql.SQL("""

@@ -1,29 +1,68 @@
 """Compare an outbox with a consumer's ledger, in one database or two: what is missing, and what nobody recorded.
 
-The only module of this side that looks into the outbox. Both are read in order of the event ids, side by side, so that
-millions of rows need no memory here (PostgreSQL sorts the outbox on its disk).
+The only module of this side that looks into the outbox. Both are read in order of the event ids, side by side, and what
+differs is kept in files, so that any number of rows needs no memory here (PostgreSQL sorts the outbox on its disk).
 """
 
 from __future__ import annotations
 
+import struct
+import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from itertools import islice
 
 from consumer.handlers import Consumer
 from consumer.ledger import Connection, Ledger
 from outbox.store import Recorded, Store
 
-#: Ids that a report keeps of each kind; beyond that it only counts.
-_KEPT = 100_000
+#: Ids that are looked for in the outbox at once.
+_LOOKED_FOR = 100_000
 #: By how much the clocks of two databases may differ.
 _CLOCKS = timedelta(hours=1)
+_IN_MEMORY_BYTES = 1 << 20
+_READ = 5000  # ids at a time
+
+
+class Found:
+    """Events by id, in the order in which they were added, and where they are in the outbox (0: nowhere). Any number: beyond a
+    mebibyte they are in a file that has no name and goes with this object."""
+
+    _ENTRY = struct.Struct("!16sq")
+
+    def __init__(self) -> None:
+        self._file = tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES)  # noqa: SIM115  # as long as we are there
+        self._number = 0
+
+    def __del__(self) -> None:
+        self._file.close()
+
+    def add(self, event_id: uuid.UUID, position: int = 0) -> None:
+        """Add one; not once it has been looked at."""
+        self._file.write(self._ENTRY.pack(event_id.bytes, position))
+        self._number += 1
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __iter__(self) -> Iterator[uuid.UUID]:
+        return (uuid.UUID(bytes=event_id) for event_id, _ in self._entries())
+
+    def positions(self) -> Iterator[int]:
+        """Where they are, in the same order."""
+        return (position for _, position in self._entries())
+
+    def _entries(self) -> Iterator[tuple[bytes, int]]:
+        for start in range(0, self._number, _READ):
+            self._file.seek(start * self._ENTRY.size)
+            yield from self._ENTRY.iter_unpack(self._file.read(_READ * self._ENTRY.size))
 
 
 @dataclass(slots=True)
 class Report:
-    """What differs. Lists hold the first 100,000 ids, the counts all.
+    """What differs.
 
     Attributes:
         compared: events recorded in the time looked at, of the consumer's topics and types.
@@ -34,13 +73,10 @@ class Report:
     """
 
     compared: int = 0
-    missing: list[uuid.UUID] = field(default_factory=list)
-    late: list[uuid.UUID] = field(default_factory=list)
-    extra: list[uuid.UUID] = field(default_factory=list)
-    missing_count: int = 0
-    late_count: int = 0
-    extra_count: int = 0
     dead: int = 0
+    missing: Found = field(default_factory=Found)
+    late: Found = field(default_factory=Found)
+    extra: Found = field(default_factory=Found)
 
 
 def reconcile(
@@ -61,39 +97,33 @@ def reconcile(
         since: aware; not older than what outbox and ledger keep.
         now: the time on the outbox's clock.
     """
-    report, store = Report(), Store(outbox_schema)
+    report, store, unknown = Report(), Store(outbox_schema), Found()
     recorded = store.recorded(outbox, consumer.topics, since)
     processed = Ledger(consumer.name, ledger_schema).processed(ledger, since - _CLOCKS)
     for event, outcome in _merged((e for e in recorded if consumer.handler(e.type)), processed):
-        if isinstance(event, Recorded):
-            report.compared += 1
-            if outcome == "dead":
-                report.dead += 1
-            elif outcome is None and event.created_at > now - grace:
-                report.late_count += 1
-                _keep(report.late, event.id)
-            elif outcome is None:
-                report.missing_count += 1
-                _keep(report.missing, event.id)
-        else:
-            report.extra_count += 1
-            _keep(report.extra, event)
+        if not isinstance(event, Recorded):
+            unknown.add(event)
+            continue
+        report.compared += 1
+        if outcome == "dead":
+            report.dead += 1
+        elif outcome is None:
+            (report.late if event.created_at > now - grace else report.missing).add(event.id, event.position)
     # Recorded before `since` and processed after, or of a type that had a handler once: not extra after all.
-    known = store.known(outbox, report.extra)
-    report.extra = [event_id for event_id in report.extra if event_id not in known]
-    report.extra_count -= len(known)
+    rest = iter(unknown)
+    while some := list(islice(rest, _LOOKED_FOR)):
+        known = store.known(outbox, some)
+        for event_id in some:
+            if event_id not in known:
+                report.extra.add(event_id)
     return report
-
-
-def _keep(ids: list[uuid.UUID], event_id: uuid.UUID) -> None:
-    if len(ids) < _KEPT:
-        ids.append(event_id)
 
 
 def _merged(
     recorded: Iterable[Recorded], processed: Iterable[tuple[uuid.UUID, str]]
 ) -> Iterator[tuple[Recorded | uuid.UUID, str | None]]:
-    """Both in order of their ids: an event with its outcome, one without, or an id that was not recorded."""
+    """Both in order of their ids: an event with its outcome, one without, or an id that was not recorded. The ledger is read
+    from first: what is recorded meanwhile may then seem late, but what is processed meanwhile never extra."""
     rows = iter(processed)
     row = next(rows, None)
     last: uuid.UUID | None = None

@@ -6,11 +6,14 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
+import shlex
 import signal
 import sys
+import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
@@ -35,6 +38,7 @@ from outbox.settings import (
     unknown_variables,
 )
 from outbox.startup import examined
+from outbox.transport.base import side_stream, streams_of
 
 app = typer.Typer(
     name="outbox",
@@ -47,6 +51,7 @@ app = typer.Typer(
 )
 
 _log = logging.getLogger("outbox")
+_LINE_SECONDS = 10.0
 
 
 def _print_version(wanted: bool) -> None:
@@ -76,6 +81,7 @@ StrictStart = Annotated[
 TransactionSeconds = Annotated[
     float, typer.Option("--transaction-seconds", min=0, help="Warn of transactions that are open for longer.")
 ]
+Rate = Annotated[float, typer.Option("--rate", min=0, help="At most so many events a second; 0: as fast as it goes.")]
 LogLevel = Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")]
 
 
@@ -163,46 +169,86 @@ def new_epoch(
 
 @app.command()
 def replay(
+    context: typer.Context,
     topic: Annotated[str | None, typer.Option(help="Only events of this topic.")] = None,
     key: Annotated[str | None, typer.Option(help="Only events of this key.")] = None,
     type: Annotated[str | None, typer.Option(help="Only events of this type.")] = None,
-    ids: Annotated[list[uuid.UUID] | None, typer.Option("--id", help="Only these event ids (may be repeated).")] = None,
+    id: Annotated[list[uuid.UUID] | None, typer.Option(help="Only these event ids (may be repeated).")] = None,
     since: Annotated[str | None, typer.Option(help="Recorded at or after, e.g. 2026-01-31T12:00:00+03:00.")] = None,
     until: Annotated[str | None, typer.Option(help="Recorded before.")] = None,
+    batch: Annotated[str | None, typer.Option(help="Only of this sealed batch, or of a range: 1200-1250.")] = None,
     after: Annotated[int, typer.Option(help="Go on after this position, as an earlier replay said.")] = 0,
     group: Annotated[str | None, typer.Option(help="Only for this consumer; default: for every one.")] = None,
-    rate: Annotated[float | None, typer.Option(min=0.1, help="At most so many events a second.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it; without it, only say what would be done.")] = False,
+    rate: Rate = replays.EVENTS_PER_SECOND,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     schema: Schema = None,
 ) -> None:
     """Publish events of the outbox once more, with the same ids. Who has processed them recognises them.
 
-    Example: a new consumer gets what the outbox keeps: outbox replay --topic payments --group reports --yes
+    Says first what is selected, and asks. Waits while Redis is away or full and while a stream has more than
+    OUTBOX_MAX_STREAM_LENGTH unacknowledged entries. Whatever ends it before its time, it says how to go on.
+
+    Example: a new consumer gets what the outbox keeps: outbox replay --topic payments --group reports
     """
     settings = _settings(schema)
     selection = replays.Selection(
-        topic=topic, key=key, type=type, ids=tuple(ids) if ids else None, since=_instant("--since", since),
-        until=_instant("--until", until), after_position=after,
+        topic=topic, key=key, type=type, ids=tuple(id) if id else None, since=_instant("--since", since),
+        until=_instant("--until", until), batches=_range("--batch", batch), after_position=after,
     )  # fmt: skip
     with operations.opened(settings) as (store, connection, transport):
-        total = replays.count(store, connection, selection)
+        chosen = replays.survey(store, connection, selection)
+        total = sum(found.events for found in chosen)
         whom = f"consumer {group} alone" if group else "every consumer"
-        typer.echo(f"{total:,} events are published again, for {whom}" + ("" if yes or not total else "; add --yes"))
-        if not yes or not total:
+        typer.echo(f"{total:,} events are published again, for {whom}")
+        for found in chosen:
+            streams = (
+                [side_stream(found.topic, group)]
+                if group
+                else streams_of(found.topic, settings.lanes.get(found.topic, 1))
+            )
+            shown = streams[0] if len(streams) == 1 else f"{streams[0]} to {streams[-1]}"
+            typer.echo(
+                f"  {shown}: {found.events:,}, recorded from {found.oldest.isoformat()} to {found.newest.isoformat()}"
+            )
+        if not total or not (yes or confirmed("Publish them?")):
             return
+        stopping, last = Stop(), replays.Step(0, after)
+        stop_on_signals(stopping.set)
         steps = replays.replay(
-            store, connection, transport, settings, selection, consumer=group, events_per_second=rate
+            store, connection, transport, settings, selection, consumer=group, events_per_second=rate, stopping=stopping
         )  # fmt: skip
-        last = replays.Step(0, after)
+        done = False
         try:
-            with typer.progressbar(length=total, label="replay", file=sys.stderr) as bar:
-                for step in steps:
-                    bar.update(step.events - last.events)
-                    last = step
-        except (KeyboardInterrupt, OutboxError, psycopg.Error):
-            typer.echo(f"stopped after {last.events:,} events; go on with --after {last.position}", err=True)
-            raise
+            for step in shown_steps(steps, "replay", total):
+                last = step
+            done = not stopping.is_set()
+        finally:
+            if not done:
+                typer.echo(
+                    f"stopped after {last.events:,} events; go on with: {_to_go_on(context, last.position)}", err=True
+                )
+        if not done:
+            raise typer.Exit(1)
         typer.echo(f"{last.events:,} events published again")
+
+
+def _to_go_on(context: typer.Context, position: int) -> str:
+    """The command that was given, from this position on."""
+    words = ["outbox", "replay"]
+    for name, value in context.params.items():
+        if name not in ("yes", "after") and value is not None:
+            for one in value if isinstance(value, list | tuple) else [value]:
+                words += [f"--{name}", str(one)]
+    return shlex.join([*words, "--after", str(position), "--yes"])
+
+
+def _range(option: str, text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text, re.ASCII)
+    if not found:
+        raise SettingsError(f"{option}: is not a batch number, or a range like 1200-1250")
+    return int(found[1]), int(found[2] or found[1])
 
 
 def _instant(option: str, text: str | None) -> datetime | None:
@@ -256,6 +302,36 @@ def _seconds(value: float | None) -> str:
 
 
 # --- what both commands share --------------------------------------------------------------------------------------
+
+
+def confirmed(question: str) -> bool:
+    """Whether the person at the terminal says yes, who is told how to say it beforehand where there is none.
+
+    Raises:
+        typer.Abort: he says no.
+    """
+    if sys.stdin.isatty():
+        return typer.confirm(question, abort=True)
+    typer.echo("add --yes to have it done")
+    return False
+
+
+def shown_steps(steps: Iterable[replays.Step], label: str, total: int) -> Iterator[replays.Step]:
+    """The steps, with a progress bar on a terminal, else a line every ten seconds, on standard error."""
+    if sys.stderr.isatty():
+        events = 0
+        with typer.progressbar(length=total, label=label, file=sys.stderr) as bar:
+            for step in steps:
+                bar.update(step.events - events)
+                events = step.events
+                yield step
+        return
+    due = time.monotonic() + _LINE_SECONDS
+    for step in steps:
+        if time.monotonic() >= due:
+            due = time.monotonic() + _LINE_SECONDS
+            typer.echo(f"{label}: {step.events:,} of {total:,} events, up to position {step.position}", err=True)
+        yield step
 
 
 def warn_of_unknown_variables(*read: type[Settings]) -> None:

@@ -55,8 +55,15 @@ _SELECTED: Final = (
     "position > %(after)s AND (%(topic)s::text IS NULL OR topic = %(topic)s)"
     " AND (%(key)s::text IS NULL OR key = %(key)s) AND (%(type)s::text IS NULL OR type = %(type)s)"
     " AND (%(ids)s::uuid[] IS NULL OR event_id = ANY (%(ids)s::uuid[]))"
+    " AND (%(positions)s::bigint[] IS NULL OR position = ANY (%(positions)s::bigint[]))"
     " AND (%(since)s::timestamptz IS NULL OR created_at >= %(since)s)"
     " AND (%(until)s::timestamptz IS NULL OR created_at < %(until)s)"
+    # Of a range of batches: what the last one and those before have, and those before the first have not.
+    " AND (%(prev)s::pg_snapshot IS NULL OR xid >= pg_snapshot_xmin(%(prev)s::pg_snapshot)"
+    " AND NOT pg_visible_in_snapshot(xid, %(prev)s::pg_snapshot)"
+    " AND (position > %(batch_after)s::bigint OR NOT pg_visible_in_snapshot(xid, %(snap)s::pg_snapshot))"
+    " AND (pg_visible_in_snapshot(xid, %(last_prev)s::pg_snapshot)"
+    " OR position <= %(last)s::bigint AND pg_visible_in_snapshot(xid, %(last_snap)s::pg_snapshot)))"
 )
 #: The server's timeline, in the first 8 hexadecimal digits of the name of a WAL file.
 _TIMELINE: Final = "('x' || left(pg_walfile_name(pg_current_wal_lsn()), 8))::bit(32)::integer"
@@ -121,8 +128,19 @@ class Recorded:
     """What is compared with a ledger."""
 
     id: uuid.UUID
+    position: int
     type: str
     created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """How many events of a topic are selected, and when the oldest and the newest of them were recorded."""
+
+    topic: str
+    events: int
+    oldest: datetime
+    newest: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,19 +479,32 @@ class Store:
     # --- replay ---
 
     def select(self, connection: Connection, parameters: dict[str, Any]) -> list[Row]:
-        """Up to `limit` committed rows at positions above `after` that fit `topic`, `key`, `type`, `ids`, `since` and
-        `until` (None fits all). Walks the primary key: the outbox has no index for these, and writers no price to pay."""
+        """Up to `limit` committed rows at positions above `after`, up to the one that reaches `bytes` of payload, that fit
+        `topic`, `key`, `type`, `ids`, `positions`, `since`, `until` and the batches (None fits all). Walks the primary key:
+        the outbox has no index for these but for positions, and writers no price to pay."""
         return self._rows(
             connection,
-            self._sql("SELECT data, {row} FROM {outbox} WHERE {selected} ORDER BY position LIMIT %(limit)s"),
+            self._sql("""
+            SELECT data, {row}
+            FROM (
+                SELECT *, sum(octet_length(data)) OVER (ORDER BY position ROWS UNBOUNDED PRECEDING) AS bytes
+                FROM {outbox} WHERE {selected} ORDER BY position LIMIT %(limit)s
+            ) page
+            WHERE bytes - octet_length(data) < %(bytes)s ORDER BY position
+            """),
             parameters,
         )
 
-    def count(self, connection: Connection, parameters: dict[str, Any]) -> int:
-        """How many rows `select` would find. Reads the whole outbox above `after`."""
-        row = connection.execute(self._sql("SELECT count(*) FROM {outbox} WHERE {selected}"), parameters).fetchone()
-        assert row is not None
-        return int(row[0])
+    def chosen(self, connection: Connection, parameters: dict[str, Any]) -> list[Chosen]:
+        """What `select` would find, by topic. Reads the whole outbox above `after`."""
+        rows = connection.execute(
+            self._sql("""
+            SELECT topic, count(*), min(created_at), max(created_at) FROM {outbox} WHERE {selected}
+            GROUP BY topic ORDER BY topic
+            """),
+            parameters,
+        )
+        return [Chosen(*row) for row in rows]
 
     # --- reconciliation ---
 
@@ -486,11 +517,11 @@ class Store:
 
     def recorded(self, connection: Connection, topics: Sequence[str], since: datetime) -> Iterator[Recorded]:
         """What was recorded since then, in order of the event ids; streamed, in a transaction. Reads and sorts the outbox."""
-        with connection.cursor(name="recorded") as cursor:
+        with connection.cursor(name="recorded", binary=True) as cursor:
             cursor.itersize = 5000
             cursor.execute(
                 self._sql("""
-                SELECT event_id, type, created_at FROM {outbox}
+                SELECT event_id, position, type, created_at FROM {outbox}
                 WHERE created_at >= %s AND topic = ANY (%s) ORDER BY event_id
                 """),
                 (since, list(topics)),

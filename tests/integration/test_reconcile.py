@@ -6,25 +6,27 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import psycopg
 import pytest
-from typer.testing import CliRunner
 
-from consumer.cli import app
 from consumer.ledger import Ledger
 from consumer.reconcile import Report, reconcile
 from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
 from outbox import schema as schemas
+from outbox.embedded import ValkeyServer
 from outbox.errors import SettingsError
 from outbox.store import Store
-from tests.faults.chaos import Bench, drain, ledger
+from outbox.transport.base import side_stream
+from tests.faults.chaos import TOPIC, Bench, drain, ledger
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,6 +41,14 @@ def compared(bench: Bench, grace: float = 0) -> Report:
     with bench.connect() as outbox, bench.connect() as other:
         now = Store().now(outbox)
         return reconcile(ledger, outbox, other, since=now - timedelta(days=1), now=now, grace=timedelta(seconds=grace))
+
+
+def shown(report: Report) -> tuple[int, int, list[str], list[str], list[str]]:
+    missing, late, extra = (
+        [str(event_id) for event_id in kind] for kind in (report.missing, report.late, report.extra)
+    )
+    assert (len(missing), len(late), len(extra)) == (len(report.missing), len(report.late), len(report.extra))
+    return report.compared, report.dead, missing, late, extra
 
 
 def command(bench: Bench, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -63,7 +73,7 @@ def test_nothing_differs_where_everything_was_applied(bench: Bench) -> None:
     worker = Worker(ledger, settings)
     worker.run_once()
     worker.close()
-    assert compared(bench) == Report(compared=50)
+    assert shown(compared(bench)) == (50, 0, [], [], [])
 
 
 def test_missing_late_extra_and_dead(bench: Bench) -> None:
@@ -75,24 +85,24 @@ def test_missing_late_extra_and_dead(bench: Bench) -> None:
     bench.db.execute("UPDATE public.processed_messages SET outcome = 'dead' WHERE event_id = %s", (ids[20],))
     stranger = uuid.uuid4()
     bench.db.execute("INSERT INTO public.processed_messages (consumer, event_id) VALUES ('ledger', %s)", (stranger,))
-    found = compared(bench)
-    assert [str(event_id) for event_id in found.missing] == lost
-    assert (found.compared, found.missing_count, found.late_count, found.extra, found.dead) == (
-        100,
-        3,
-        0,
-        [stranger],
-        1,
-    )
-    assert compared(bench, grace=3600).late_count == 3
+    assert shown(compared(bench)) == (100, 1, lost, [], [str(stranger)])
+    assert shown(compared(bench, grace=3600)) == (100, 1, [], lost, [str(stranger)])
 
 
-def test_what_was_recorded_before_and_processed_after_is_not_extra(bench: Bench) -> None:
+def test_what_was_recorded_before_and_processed_after_is_not_extra(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench.write(5)
     bench.db.execute("UPDATE public.outbox SET created_at = created_at - interval '3 days'")
     drain(bench.relay())
     bench.consume()
-    assert compared(bench) == Report()
+    assert shown(compared(bench)) == (0, 0, [], [], [])
+    monkeypatch.setattr("consumer.reconcile._LOOKED_FOR", 2)
+    strangers = sorted(str(uuid.uuid4()) for _ in range(5))
+    bench.db.execute(
+        "INSERT INTO public.processed_messages (consumer, event_id) SELECT 'ledger', unnest(%s::uuid[])", (strangers,)
+    )
+    assert shown(compared(bench)) == (0, 0, [], [], strangers)
 
 
 def test_the_command_repairs_for_this_consumer_alone_across_two_databases(
@@ -106,11 +116,11 @@ def test_the_command_repairs_for_this_consumer_alone_across_two_databases(
         theirs.db.execute("DELETE FROM public.processed_messages WHERE event_id = ANY (%s::uuid[])", (ids[:4],))
         theirs.db.execute("DELETE FROM public.effects WHERE event_id = ANY (%s::uuid[])", (ids[:4],))
         environment = {"OUTBOX_DATABASE_URL": bench.database_url, "DATABASE_URL": empty_database_url}
-        shown = command(bench, "--grace", "0", "--repair", **environment)
-        assert shown.returncode == 3, shown.stderr
-        assert "30 events compared" in shown.stdout
-        assert "4 missing: not in the ledger:" in shown.stdout
-        assert "4 published again for ledger alone" in shown.stderr
+        done = command(bench, "--grace", "0", "--repair", **environment)
+        assert done.returncode == 3, done.stderr
+        assert "30 events compared" in done.stdout
+        assert "4 missing: not in the ledger:" in done.stdout
+        assert "4 published again for ledger alone" in done.stderr
         assert bench.length() == 30
         assert theirs.consume() == Counter(dict.fromkeys(ids, 1))
         clean = command(bench, "--json", "--grace", "0", **environment)
@@ -118,19 +128,110 @@ def test_the_command_repairs_for_this_consumer_alone_across_two_databases(
         assert json.loads(clean.stdout)["compared"] == 30
 
 
-def test_more_than_it_can_hold_are_repaired_by_running_it_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("consumer.reconcile._KEPT", 2)
-    for name, value in (
-        ("DATABASE_URL", bench.database_url), ("REDIS_URL", bench.redis_url), ("OUTBOX_KEY_PREFIX", bench.prefix)
-    ):  # fmt: skip
-        monkeypatch.setenv(name, value)
-    bench.write(5)
+def test_json_has_every_id(bench: Bench) -> None:
+    bench.make_tables()
+    ids = bench.write(120)
+    found = json.loads(command(bench, "--json", "--grace", "0").stdout)
+    assert found == {
+        "compared": 120, "dead": 0, "missing_count": 120, "late_count": 0, "extra_count": 0,
+        "missing": sorted(ids), "late": [], "extra": [],
+    }  # fmt: skip
+    found = json.loads(command(bench, "--json").stdout)
+    assert (found["missing"], found["late"]) == ([], sorted(ids))
+
+
+def test_a_repair_that_is_stopped_is_run_again(bench: Bench) -> None:
+    """What has come meanwhile is no longer missing."""
+    ids = bench.write(300)
     drain(bench.relay())
-    done = CliRunner().invoke(app, ["reconcile", "tests.faults.chaos:ledger", "--grace", "0", "--repair"])
-    assert done.exit_code == 3, done.output
-    assert "5 missing" in done.output
-    assert "2 published again" in done.output
-    assert "3 more are missing: run it again" in done.output
+    bench.redis.delete(bench.key())
+    bench.make_tables()
+    repair = ("consumer", "reconcile", "tests.faults.chaos:ledger", "--grace", "0", "--repair", "--rate")
+    side = side_stream(TOPIC, "ledger")
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        process = bench.start(*repair, "100", log=log)
+        eventually(lambda: bench.length(side) == 100, 30)
+        process.terminate()
+        assert process.wait(30) == 3
+        assert "100 published again for ledger alone; run it again" in log.read_text()
+        assert sum(bench.consume().values()) == 100
+        assert bench.start(*repair, "0", log=log).wait(60) == 3
+        assert "200 missing" in log.read_text()
+        assert log.read_text().endswith("\n200 published again for ledger alone\n")
+    assert bench.length(side) == 300
+    assert bench.consume() == Counter(dict.fromkeys(ids, 1))
+
+
+@pytest.mark.long
+def test_repairs_at_once_while_redis_forgets_and_a_consumer_runs(
+    database_url: str, own_valkey: Callable[..., ValkeyServer]
+) -> None:
+    """Nothing twice, nothing lost: they are run until nothing is missing."""
+    server = own_valkey()
+    with Bench(database_url, server.url) as bench:
+        ids = bench.write(1000) + bench.write(1000)
+        bench.make_tables()
+        settings = bench.settings()
+        assert drain(bench.relay()).published == 2000
+        bench.redis.flushall()
+        consumer = bench.start("consumer", "run", "tests.faults.chaos:ledger", CONSUMER_BACKOFF_MAX_SECONDS="0.2")
+        repair = ("consumer", "reconcile", "tests.faults.chaos:ledger", "--grace", "0", "--repair", "--rate", "400")
+        with tempfile.TemporaryDirectory() as folder:
+            log = Path(folder) / "log"
+            repairs = [bench.start(*repair, log=log) for _ in range(2)]
+            for reached in (300, 800):
+                eventually(lambda reached=reached: len(bench.effects()) >= reached, 60)  # type: ignore[misc]
+                server.kill()
+                server.start()
+            assert [process.wait(120) for process in repairs] == [3, 3], log.read_text()
+            assert "begins anew" in log.read_text()
+        eventually(lambda: bench.effects() == Counter(dict.fromkeys(ids, 1)), 60)
+        consumer.terminate()
+        assert consumer.wait(30) == 0
+        assert bench.start(*repair).wait(60) == 0
+        assert settings.retention_seconds
+
+
+@pytest.mark.long
+def test_a_million_events_need_little_memory_and_any_number_is_repaired(bench: Bench) -> None:
+    """Counts are exact, and so are the ids: 150,000 missing, 120,000 late, 110,000 extra."""
+    bench.db.execute(
+        """
+        INSERT INTO public.outbox (event_id, topic, type, key, version, data, created_at)
+        SELECT gen_random_uuid(), 'accounts', 'credited', 'k' || i %% 1000, i, '1'::bytea,
+               now() - CASE WHEN i <= 880000 THEN interval '1 hour' ELSE interval '0' END
+        FROM generate_series(1, 1000000) i
+    """.replace("%%", "%")
+    )
+    bench.db.execute("""
+        INSERT INTO public.processed_messages (consumer, event_id)
+        SELECT 'ledger', event_id FROM public.outbox WHERE version BETWEEN 150001 AND 880000
+    """)
+    bench.db.execute("""
+        INSERT INTO public.processed_messages (consumer, event_id)
+        SELECT 'ledger', gen_random_uuid() FROM generate_series(1, 110000)
+    """)
+    bench.db.execute("ANALYZE public.outbox, public.processed_messages")
+    with tempfile.TemporaryFile("w+") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "consumer", "reconcile", "tests.faults.chaos:ledger", "--json", "--repair", "--rate", "0"],
+            cwd=ROOT, stdout=out, env=os.environ | {
+                "DATABASE_URL": bench.database_url, "REDIS_URL": bench.redis_url, "OUTBOX_KEY_PREFIX": bench.prefix
+            },
+        )  # fmt: skip
+        bench.processes.append(process)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 3
+        out.seek(0)
+        found = json.load(out)
+    counts = {kind: found[f"{kind}_count"] for kind in ("missing", "late", "extra")}
+    assert counts == {"missing": 150_000, "late": 120_000, "extra": 110_000}
+    assert {kind: len(set(found[kind])) for kind in counts} == counts
+    assert bench.length(side_stream(TOPIC, "ledger")) == 150_000
+    assert set(bench.ids(side_stream(TOPIC, "ledger"))) == set(found["missing"])
+    assert used.ru_maxrss < 200 * 1024, "KiB; without any event it is about 90 MiB"
 
 
 # --- the ledger's retention ----------------------------------------------------------------------------------------------
