@@ -172,7 +172,6 @@ def test_repairs_at_once_while_redis_forgets_and_a_consumer_runs(
     with Bench(database_url, server.url) as bench:
         ids = bench.write(1000) + bench.write(1000)
         bench.make_tables()
-        settings = bench.settings()
         assert drain(bench.relay()).published == 2000
         bench.redis.flushall()
         consumer = bench.start("consumer", "run", "tests.faults.chaos:ledger", CONSUMER_BACKOFF_MAX_SECONDS="0.2")
@@ -190,20 +189,18 @@ def test_repairs_at_once_while_redis_forgets_and_a_consumer_runs(
         consumer.terminate()
         assert consumer.wait(30) == 0
         assert bench.start(*repair).wait(60) == 0
-        assert settings.retention_seconds
 
 
 @pytest.mark.long
 def test_a_million_events_need_little_memory_and_any_number_is_repaired(bench: Bench) -> None:
     """Counts are exact, and so are the ids: 150,000 missing, 120,000 late, 110,000 extra."""
-    bench.db.execute(
-        """
+    bench.db.execute("DROP INDEX public.outbox_xid")  # only relays need it, and it takes long to fill
+    bench.db.execute("""
         INSERT INTO public.outbox (event_id, topic, type, key, version, data, created_at)
-        SELECT gen_random_uuid(), 'accounts', 'credited', 'k' || i %% 1000, i, '1'::bytea,
+        SELECT ('01a00000-0000-7000-8000-' || lpad(to_hex(i), 12, '0'))::uuid, 'accounts', 'credited', 'A', i, '1'::bytea,
                now() - CASE WHEN i <= 880000 THEN interval '1 hour' ELSE interval '0' END
         FROM generate_series(1, 1000000) i
-    """.replace("%%", "%")
-    )
+    """)
     bench.db.execute("""
         INSERT INTO public.processed_messages (consumer, event_id)
         SELECT 'ledger', event_id FROM public.outbox WHERE version BETWEEN 150001 AND 880000
@@ -231,7 +228,7 @@ def test_a_million_events_need_little_memory_and_any_number_is_repaired(bench: B
     assert {kind: len(set(found[kind])) for kind in counts} == counts
     assert bench.length(side_stream(TOPIC, "ledger")) == 150_000
     assert set(bench.ids(side_stream(TOPIC, "ledger"))) == set(found["missing"])
-    assert used.ru_maxrss < 200 * 1024, "KiB; without any event it is about 90 MiB"
+    assert used.ru_maxrss < 160 * 1024, "KiB; 130 are usual"
 
 
 # --- the ledger's retention ----------------------------------------------------------------------------------------------
