@@ -210,6 +210,10 @@ def replay(
             typer.echo(
                 f"  {shown}: {found.events:,}, recorded from {found.oldest.isoformat()} to {found.newest.isoformat()}"
             )
+        if group and all(known.name != group for known in store.groups(connection)):
+            typer.echo(
+                f"no consumer {group} has been seen yet: it gets them when it runs, if that is its name", err=True
+            )
         if not total or not (yes or confirmed("Publish them?")):
             return
         stopping, last = Stop(), replays.Step(0, after)

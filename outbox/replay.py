@@ -11,10 +11,11 @@ what was published again: nobody else would bring it.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import islice
 
@@ -169,8 +170,9 @@ class _Publisher:
     """Publishes pages of rows.
 
     What was published by nobody but us is lost for good if Redis forgets it, and only a marker tells: a side stream's counts
-    the steps of whoever replays to it, and has a new token when it begins anew; another stream's is the relay's. Neither goes
-    back but with the stream that it stands beside.
+    the steps of whoever replays to it, and its token begins anew with the stream; another stream's is the relay's. Neither goes
+    back but with the stream that it stands beside. The rest of the token is our own: of two that add a step at once, neither
+    takes the other's marker for its own.
     """
 
     def __init__(
@@ -185,6 +187,7 @@ class _Publisher:
     ) -> None:
         self._store, self._connection, self._transport, self._settings = store, connection, transport, settings
         self._consumer, self._rate, self._stopping = consumer, events_per_second, stopping
+        self._name = _random()
         self._due = 0.0
         self._waiting: str | None = None
         self._lengths: dict[str, tuple[int, float]] = {}  # with what was added since, and when it was looked at
@@ -248,9 +251,10 @@ class _Publisher:
         for _ in range(_TRIES):
             found = self._markers([stream])[stream]
             if self._consumer:
-                marker = replace(found, seq=found.seq + 1) if found else Marker(0, 1, uuid.uuid4().hex)
+                begun = _begun(found) if found else _random()
+                marker = Marker(0, found.seq + 1 if found else 1, f"{begun}-{self._name}")
             else:
-                marker = found or Marker(0, 0, "replay")
+                marker = found or Marker(0, 0, self._name)
             part = Part(
                 stream, found, marker, wire(rows, marker.label if marker.seq else None), lanes,
                 self._settings.retention_seconds, append=found == marker,
@@ -283,7 +287,7 @@ class _Publisher:
             if seen and (
                 found is None
                 or (found.epoch, found.seq) < (seen.epoch, seen.seq)
-                or (self._consumer and found.token != seen.token)
+                or (self._consumer and _begun(found) != _begun(seen))
             ):
                 raise _Lost(f"stream {stream}")
             markers[stream] = found
@@ -326,6 +330,15 @@ class _Publisher:
         if self._consumer:
             return [self._consumer]
         return [group.name for group in self._store.groups(self._connection) if group.stream == stream]
+
+
+def _begun(marker: Marker) -> str:
+    """What the markers of a side stream have in common for as long as it lives."""
+    return marker.token.partition("-")[0]
+
+
+def _random() -> str:
+    return secrets.token_hex(8)
 
 
 def _worth_retrying(error: BaseException) -> bool:
