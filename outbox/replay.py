@@ -170,9 +170,9 @@ class _Publisher:
     """Publishes pages of rows.
 
     What was published by nobody but us is lost for good if Redis forgets it, and only a marker tells: a side stream's counts
-    the steps of whoever replays to it, and its token begins anew with the stream; another stream's is the relay's. Neither goes
-    back but with the stream that it stands beside. The rest of the token is our own: of two that add a step at once, neither
-    takes the other's marker for its own.
+    the steps of whoever replays to it, and its token begins anew with the stream. Another stream's is the relay's, which mends
+    it after a loss, and such steps are counted beside it. Neither count goes back but with the stream that it stands beside. The
+    rest of the token is our own: of two that add a step at once, neither takes the other's marker for its own.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class _Publisher:
         self._due = 0.0
         self._waiting: str | None = None
         self._lengths: dict[str, tuple[int, float]] = {}  # with what was added since, and when it was looked at
-        self._seen: dict[str, Marker] = {}
+        self._seen: dict[str, tuple[str | int | None, int]] = {}  # what the count began with, and the last step of ours
 
     def pages(self, parameters: dict[str, object]) -> Iterator[list[Row]]:
         """Read what is selected: a second's worth of rows at most, and bounded in bytes like a batch."""
@@ -246,52 +246,52 @@ class _Publisher:
     # --- publishing ---
 
     def _append(self, stream: str, rows: list[Row]) -> bool:
-        """Add entries. A relay's marker stays as it is, also its count of missing ones; repeated while somebody moves it."""
-        lanes = self._settings.lanes.get(rows[0][TOPIC], 1)
+        """Add a step. A relay's marker stays as it is, also its count of missing ones; repeated while somebody moves it."""
+        lanes, keep = self._settings.lanes.get(rows[0][TOPIC], 1), self._settings.retention_seconds
         for _ in range(_TRIES):
-            found = self._markers([stream])[stream]
+            found, (began, steps) = self._look(stream)
             if self._consumer:
-                begun = _begun(found) if found else _random()
-                marker = Marker(0, found.seq + 1 if found else 1, f"{begun}-{self._name}")
+                marker = Marker(0, steps + 1, f"{began}-{self._name}")
             else:
                 marker = found or Marker(0, 0, self._name)
-            part = Part(
-                stream, found, marker, wire(rows, marker.label if marker.seq else None), lanes,
-                self._settings.retention_seconds, append=found == marker,
-            )  # fmt: skip
+            # Where no relay has been, a marker comes first: steps are counted beside one.
+            runs = wire(rows, marker.label if marker.seq else None) if self._consumer or found else []
+            part = Part(stream, found, marker, runs, lanes, keep, append=found == marker)
             (answer,) = self._transport.publish([part])
             if isinstance(answer, TransportError):
                 raise answer
-            if answer == marker:
-                self._seen[stream] = marker
+            if answer == marker and runs:
+                self._seen[stream] = began, steps + 1
                 length, looked = self._lengths[stream]
                 self._lengths[stream] = length + len(rows), looked
                 return True
         raise TransportError(f"stream {stream} is too busy to add to", "BUSY")
 
     def _check(self) -> bool:
-        self._markers(list(self._seen))
+        for stream in self._seen:
+            self._look(stream)
         return True
 
-    def _markers(self, streams: list[str]) -> dict[str, Marker | None]:
-        """The markers of streams.
+    def _look(self, stream: str) -> tuple[Marker | None, tuple[str | int | None, int]]:
+        """The marker, and the count of steps.
 
         Raises:
-            _Lost: one is older than where we have added entries.
+            _Lost: it is not the one that counted ours.
         """
-        markers: dict[str, Marker | None] = {}
-        for stream, found in self._transport.markers(streams).items() if streams else ():
-            if isinstance(found, TransportError):
-                raise found
-            seen = self._seen.get(stream)
-            if seen and (
-                found is None
-                or (found.epoch, found.seq) < (seen.epoch, seen.seq)
-                or (self._consumer and _begun(found) != _begun(seen))
-            ):
-                raise _Lost(f"stream {stream}")
-            markers[stream] = found
-        return markers
+        found = self._transport.markers([stream])[stream]
+        if isinstance(found, TransportError):
+            raise found
+        count: tuple[str | int | None, int] = (None, 0)
+        if found and self._consumer:
+            count = found.token.partition("-")[0], found.seq
+        elif found:
+            count = self._transport.info(stream).replayed or count
+        elif self._consumer:
+            count = _random(), 0
+        began, steps = self._seen.get(stream, (None, 0))  # of the first step it is not yet known what it began
+        if began not in (None, count[0]) or count[1] < steps:
+            raise _Lost(f"stream {stream}")
+        return found, count
 
     # --- back-pressure ---
 
@@ -330,11 +330,6 @@ class _Publisher:
         if self._consumer:
             return [self._consumer]
         return [group.name for group in self._store.groups(self._connection) if group.stream == stream]
-
-
-def _begun(marker: Marker) -> str:
-    """What the markers of a side stream have in common for as long as it lives."""
-    return marker.token.partition("-")[0]
 
 
 def _random() -> str:

@@ -163,11 +163,14 @@ class StreamInfo:
         lanes: lanes of the topic.
         keep_seconds: how long the outbox is set to keep events.
         oldest: when the oldest event was recorded that the outbox still has, in seconds of Unix time: see `Transport.leave`.
+        replayed: a number that is another one whenever the stream was lost or restarted, and how many parts were appended
+            (`Part.append`) since; None: there was none.
     """
 
     lanes: int | None
     keep_seconds: int | None = None
     oldest: int | None = None
+    replayed: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

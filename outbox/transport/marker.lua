@@ -10,6 +10,8 @@
 --            oldest  Unix time of the oldest event that the outbox still has (see leave in stream.py)
 --            since   id of the first entry after the marker's last restart: from there on batches are numbered upwards
 --            absent  entries-added minus length at that restart, plus what we trimmed since
+--            replayed  when the first entries of no batch were added since then, in microseconds of Unix time, and how often
+--                    that was done: who adds them sees by it that they are lost
 --            waited  says nothing: written to have something to wait for (see confirm in stream.py)
 --
 -- Whatever is lost, the marker shows it: it is lost too, or older (restored dump, failover), or it stands beside a stream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import uuid
@@ -43,6 +44,7 @@ class MemoryTransport:
     def __init__(self) -> None:
         self._streams: dict[str, _Stream] = {}
         self._changed = threading.Condition()
+        self._numbers = itertools.count(1)
 
     # --- for tests ---
 
@@ -98,6 +100,10 @@ class MemoryTransport:
             if part.restart:
                 stream.absent = stream.added - len(stream.entries)
                 stream.since = stream.added + 1 if part.events else stream.since
+                stream.info = replace(stream.info, replayed=None)
+            if part.append:
+                began, steps = stream.info.replayed or (next(self._numbers), 0)
+                stream.info = replace(stream.info, replayed=(began, steps + 1))
             for run in part.runs:
                 for fields in run.entries():
                     self._add(stream, fields)

@@ -9,7 +9,7 @@
 --          by the list of all entries' values for each of them; names and values are strings
 -- ARGV[5]  seconds for which the outbox keeps events
 -- ARGV[6]  '' the batch follows the expected one; 'restart': it does not, so that batches may be in the stream twice;
---          'append': entries of no batch, the marker stays
+--          'append': entries of no batch, the marker stays, and `replayed` counts one more
 --
 -- Returns the marker that is there afterwards, '' for none. The batch is in the stream if that is ARGV[2].
 --
@@ -22,6 +22,15 @@ if ARGV[2] == '' or current ~= ARGV[1] or (current == ARGV[2] and ARGV[6] == '')
 
 local last, added, length = nil, 0, 0
 if stream then last, added, length = stream['last-generated-id'], stream['entries-added'], stream['length'] end
+local replayed
+if ARGV[6] == 'append' then
+  local began, steps = string.match(call('HMGET', KEYS[2], 'replayed')[1] or '', '^(%d+):(%d+)$')
+  if not began then
+    local now = call('TIME')
+    began, steps = string.format('%d%06d', now[1], now[2]), 0
+  end
+  replayed = began .. ':' .. string.format('%d', steps + 1)
+end
 local entries, first = 0, nil
 for _, run in ipairs(cmsgpack.unpack(ARGV[4])) do
   local names, arguments, columns = run[1], {}, {}
@@ -38,7 +47,9 @@ if not last then  -- nothing is left of the batch, and a marker counts only besi
 end
 call('HSET', KEYS[2], 'batch', ARGV[2], 'last', last, 'added', string.format('%d', added + entries))
 if first then call('HSET', KEYS[2], 'lanes', ARGV[3], 'keep', ARGV[5]) end
+if replayed then call('HSET', KEYS[2], 'replayed', replayed) end
 if ARGV[6] == 'restart' then
+  call('HDEL', KEYS[2], 'replayed')
   call('HSET', KEYS[2], 'absent', string.format('%d', added - length))
   if first then call('HSET', KEYS[2], 'since', first) end
 end

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -75,6 +76,7 @@ _PROBES: dict[str, list[Command]] = {
 }  # fmt: skip
 #: What both sides send to a cluster besides.
 _CLUSTER_PROBES: list[Command] = [(b"CLUSTER", b"SLOTS"), (b"CLUSTER", b"INFO"), (b"ASKING",)]
+_REPLAYED = re.compile(rb"(\d{1,18}):(\d{1,18})")
 #: Hand-back: so long idle that anyone's claim finds it at once.
 _LONG_IDLE_MS = 30 * 86_400_000
 #: Entries that are read at once where their payloads do not matter.
@@ -263,8 +265,10 @@ class StreamTransport:
         ])  # fmt: skip
 
     def info(self, stream: str) -> StreamInfo:
-        found = self._command(stream, b"HMGET", f"{self._key(stream)}:relay", "lanes", "keep", "oldest")
-        return StreamInfo(*(int(value) if value and value.isdigit() and len(value) <= 12 else None for value in found))
+        found = self._command(stream, b"HMGET", f"{self._key(stream)}:relay", "lanes", "keep", "oldest", "replayed")
+        lanes, keep, oldest = (int(value) if value and value.isdigit() and len(value) <= 12 else None for value in found[:3])
+        replayed = _REPLAYED.fullmatch(found[3] or b"")
+        return StreamInfo(lanes, keep, oldest, (int(replayed[1]), int(replayed[2])) if replayed else None)
 
     # --- the consumer's side ---
 

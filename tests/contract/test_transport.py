@@ -967,6 +967,26 @@ def test_what_is_appended_leaves_the_marker_and_what_is_missing_as_they_are(ther
     assert there.transport.publish([stale]) == [marker(2)], "not where another marker is"
 
 
+def test_what_is_appended_is_counted_until_it_is_lost(there: Any) -> None:
+    publish_batches(there, 1)
+    assert there.transport.info("a").replayed is None
+    append = Part("a", marker(1), marker(1), part(7).runs, append=True)
+    there.transport.publish([append, append])
+    began, parts = there.transport.info("a").replayed
+    assert parts == 2
+    there.transport.publish([batch(2, marker(1))])
+    there.transport.publish([Part("a", marker(2), marker(2), part(7).runs, append=True)])
+    assert there.transport.info("a").replayed == (began, 3)
+    there.lose("a")
+    publish_batches(there, 1)
+    assert there.transport.info("a").replayed is None
+    there.transport.publish([append])
+    again, parts = there.transport.info("a").replayed
+    assert (again != began, parts) == (True, 1)
+    there.transport.publish([Part("a", marker(1), marker(1), part(7).runs)])
+    assert there.transport.info("a").replayed is None, "a relay has mended the stream"
+
+
 def test_how_far_a_group_is_names_the_batch_that_says_so(there: Any) -> None:
     publish_batches(there, 1, 2)
     there.transport.open(GROUP, ["a"])

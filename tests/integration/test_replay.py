@@ -438,11 +438,15 @@ def test_it_waits_for_redis_and_goes_on(database_url: str, own_valkey: Callable[
         assert bench.consume() == Counter(dict.fromkeys(ids, 1))
 
 
-@pytest.mark.parametrize("consumer", [None, "ledger"])
+@pytest.mark.parametrize(("consumer", "repaired"), [(None, False), (None, True), ("ledger", False)])
 def test_what_redis_forgets_meanwhile_is_published_anew(
-    database_url: str, own_valkey: Callable[..., ValkeyServer], consumer: str | None, caplog: pytest.LogCaptureFixture
+    database_url: str,
+    own_valkey: Callable[..., ValkeyServer],
+    consumer: str | None,
+    repaired: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Also what it forgets after the last step, before the end."""
+    """Also what it forgets after the last step, before the end; and where a relay has been there before us."""
     server = own_valkey()
     with Bench(database_url, server.url) as bench:
         ids = bench.write(100, payload={"x": "x" * 200})
@@ -452,21 +456,26 @@ def test_what_redis_forgets_meanwhile_is_published_anew(
         settings = bench.settings(batch_bytes=1024)
         forget = iter([2, 7])
         due = next(forget)
-        counts = []
+        counts: list[int] = []
+        more: list[str] = []
+        selection = Selection(until=bench.one("SELECT clock_timestamp()"))
         with opened(settings) as (store, connection, transport):
             for step in replay(
-                store, connection, transport, settings, Selection(), consumer=consumer, events_per_second=None
+                store, connection, transport, settings, selection, consumer=consumer, events_per_second=None
             ):
                 counts.append(step.events)
                 if len(counts) == due or (step.events == 100 and len(actions(caplog, "replay_lost")) == 2):
                     bench.redis.flushall()
+                    if repaired:
+                        more += bench.write(1)
+                        drain(bench.relay())
                     if due == 7 and consumer:  # another one's steps are no sign that ours are there
                         again(bench, consumer, batch_bytes=1024)
                     due = next(forget, 0)
         assert len(actions(caplog, "replay_lost")) == 3
         assert (counts[-1], counts.count(0)) == (100, 3)
-        assert set(bench.ids(side_stream(TOPIC, consumer) if consumer else TOPIC)) == set(ids)
-        assert bench.consume() == Counter(dict.fromkeys(ids, 1))
+        assert set(bench.ids(side_stream(TOPIC, consumer) if consumer else TOPIC)) == set(ids + more)
+        assert bench.consume() == Counter(dict.fromkeys(ids + more, 1))
 
 
 @pytest.mark.parametrize("consumer", [None, "x"])
