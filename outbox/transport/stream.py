@@ -266,7 +266,9 @@ class StreamTransport:
 
     def info(self, stream: str) -> StreamInfo:
         found = self._command(stream, b"HMGET", f"{self._key(stream)}:relay", "lanes", "keep", "oldest", "replayed")
-        lanes, keep, oldest = (int(value) if value and value.isdigit() and len(value) <= 12 else None for value in found[:3])
+        lanes, keep, oldest = (
+            int(value) if value and value.isdigit() and len(value) <= 12 else None for value in found[:3]
+        )
         replayed = _REPLAYED.fullmatch(found[3] or b"")
         return StreamInfo(lanes, keep, oldest, (int(replayed[1]), int(replayed[2])) if replayed else None)
 

@@ -144,7 +144,7 @@ def test_json_has_every_id(bench: Bench) -> None:
 
 def test_a_repair_that_is_stopped_is_run_again(bench: Bench) -> None:
     """What has come meanwhile is no longer missing."""
-    ids = bench.write(300)
+    ids = bench.write(500)
     drain(bench.relay())
     bench.redis.delete(bench.key())
     bench.make_tables()
@@ -153,15 +153,16 @@ def test_a_repair_that_is_stopped_is_run_again(bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         process = bench.start(*repair, "100", log=log)
-        eventually(lambda: bench.length(side) == 100, 30)
+        eventually(lambda: bench.length(side) >= 100, 30)
         process.terminate()
         assert process.wait(30) == 3
-        assert "100 published again for ledger alone; run it again" in log.read_text()
-        assert sum(bench.consume().values()) == 100
+        came = bench.length(side)
+        assert f"{came} published again for ledger alone; run it again" in log.read_text()
+        assert sum(bench.consume().values()) == came < 500
         assert bench.start(*repair, "0", log=log).wait(60) == 3
-        assert "200 missing" in log.read_text()
-        assert log.read_text().endswith("\n200 published again for ledger alone\n")
-    assert bench.length(side) == 300
+        assert f"\n{500 - came} missing" in log.read_text()
+        assert log.read_text().endswith(f"\n{500 - came} published again for ledger alone\n")
+    assert bench.length(side) == 500
     assert bench.consume() == Counter(dict.fromkeys(ids, 1))
 
 
@@ -172,16 +173,16 @@ def test_repairs_at_once_while_redis_forgets_and_a_consumer_runs(
     """Nothing twice, nothing lost: they are run until nothing is missing."""
     server = own_valkey()
     with Bench(database_url, server.url) as bench:
-        ids = bench.write(1000) + bench.write(1000)
+        ids = bench.write(1000)
         bench.make_tables()
-        assert drain(bench.relay()).published == 2000
+        assert drain(bench.relay()).published == 1000
         bench.redis.flushall()
         consumer = bench.start("consumer", "run", "tests.faults.chaos:ledger", CONSUMER_BACKOFF_MAX_SECONDS="0.2")
         repair = ("consumer", "reconcile", "tests.faults.chaos:ledger", "--grace", "0", "--repair", "--rate", "400")
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "log"
             repairs = [bench.start(*repair, log=log) for _ in range(2)]
-            for reached in (300, 800):
+            for reached in (200, 500):
                 eventually(lambda reached=reached: len(bench.effects()) >= reached, 60)  # type: ignore[misc]
                 server.kill()
                 server.start()
