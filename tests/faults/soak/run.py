@@ -134,12 +134,17 @@ class Soak:
         """
         writers = Writers(self.database.url, WRITERS)
         try:
-            eventually(lambda: len(self.witness.first) > 50, 60, "events flow")
+            # What a group needs is known of it as soon as a relay has seen it once.
+            eventually(self._groups_are_known, 60, "relays know the groups of every stream")
             self._do_harm(writers, seconds, most_pause_seconds)
         finally:
             writers.stop()
         self.check(writers)
         return self.tally
+
+    def _groups_are_known(self) -> bool:
+        with self.database.connect() as db:
+            return db.execute("SELECT count(*) FROM public.outbox_group").fetchone() == (2 * len(self.servers.streams),)
 
     def _do_harm(self, writers: Writers, seconds: float, most_pause_seconds: float) -> None:
         faults, rare = self.faults(), self.database.rare_faults()
