@@ -224,7 +224,7 @@ class Single(Servers):
     def _load(self) -> None:
         """It comes back with much to load, each key of which is made to take a while: LOADING."""
         with self._connect(self.primary) as client:
-            keys = [f"ballast:{number}" for number in range(15_000)]
+            keys = [f"ballast:{number}" for number in range(4_000)]
             pipeline = client.pipeline(transaction=False)
             for key in keys:
                 pipeline.set(key, bytes(100))

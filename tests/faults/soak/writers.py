@@ -66,7 +66,7 @@ class Writers:
         assert row is not None
         event = Event(topic=TOPIC, type=kind, key=key, version=row[0], payload={"amount": amount})
         record(connection, event)
-        time.sleep(chance.random() * 0.01)
+        time.sleep(chance.random() * 0.03)  # its pace, so that consumers are not always behind
         if chance.random() < 0.1:
             connection.rollback()
             return
