@@ -282,7 +282,7 @@ class Sentinels(Servers):
             "Redis killed, the replica takes over": lambda: self._lost(ValkeyServer.kill, ValkeyServer.start),
             "Redis hangs, the replica takes over": lambda: self._lost(ValkeyServer.pause, ValkeyServer.resume),
             "Redis killed and empty": self._empty,
-            "sentinels killed": self._kill_sentinel,
+            "sentinels paused": self._pause_sentinel,
         }
 
     def _lost(self, away: Callable[[ValkeyServer], object], back: Callable[[ValkeyServer], object]) -> None:
@@ -300,11 +300,11 @@ class Sentinels(Servers):
         self._watched.primary().start()
         self._rests()
 
-    def _kill_sentinel(self) -> None:
+    def _pause_sentinel(self) -> None:
         sentinel = self._chance.choice(self._watched.sentinels)
-        sentinel.kill()
-        time.sleep(self._chance.uniform(0, 2))
-        sentinel.start()
+        sentinel.pause()
+        time.sleep(self._chance.uniform(0.2, 3))
+        sentinel.resume()
 
     def _rests(self) -> None:
         """Wait until the other server replicates the one that the sentinels name, so that it may be lost in turn."""
