@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--bouncer", action="store_true", help="everything goes to PostgreSQL through PgBouncer")
     parser.add_argument("--log", type=Path, help="file for what relays and consumers say")
     given = parser.parse_args()
-    kind = given.kind or "single"
+    kind, began = given.kind or "single", time.monotonic()
     print(f"seed {given.seed}, {kind} {given.server}", file=sys.stderr)
     log = given.log.resolve() if given.log else None
     with Soak(given.seed, kind, server=given.server, postgres=given.postgres, pooled=given.bouncer, log=log) as running:
@@ -41,6 +41,8 @@ def main() -> int:
         except AssertionError as error:
             violations = str(error)
         print(file=sys.stderr)
+        faults = sum(running.tally[name] for name in running.faults())
+        print(f"{faults:12,} faults, {time.monotonic() - began:.0f} s with what came before and after them")
         for name, number in running.tally.most_common():
             print(f"{number:12,} {name}")
     if violations:

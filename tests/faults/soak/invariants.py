@@ -113,10 +113,11 @@ class Invariants:
         """Committed is committed, rolled back was never there; but for what a stand-by that took over did not have."""
         lost = self._writers.committed.keys() - self._recorded.keys()
         self.facts["events that PostgreSQL has lost"] = len(lost)
+        times = [self._writers.committed[one] for one in lost]
         inexplicable = [
-            one
-            for one in lost
-            if not any(begin <= self._writers.committed[one] <= end for begin, end in self._went_back)
+            (begin, end)
+            for begin, end in times
+            if not any(end >= since and begin <= until for since, until in self._went_back)
         ]
         self._must(not inexplicable, f"{len(inexplicable)} committed events are not in the outbox")
         unheard = {*self._recorded, *self._ghosts} - self._writers.tried

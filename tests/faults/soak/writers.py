@@ -19,13 +19,13 @@ class Writers:
 
     Attributes:
         tried: ids of events whose COMMIT was sent, and so may be committed.
-        committed: ids of those whose COMMIT was answered, and when (`time.monotonic`).
+        committed: ids of those whose COMMIT was answered, and from when to when that was (`time.monotonic`).
         connections_lost: how often.
     """
 
     def __init__(self, database_url: str, threads: int) -> None:
         self.tried: set[str] = set()
-        self.committed: dict[str, float] = {}
+        self.committed: dict[str, tuple[float, float]] = {}
         self.connections_lost = 0
         self._url, self._stop = database_url, threading.Event()
         self._failures: list[BaseException] = []
@@ -71,5 +71,6 @@ class Writers:
             connection.rollback()
             return
         self.tried.add(str(event.id))
+        begin = time.monotonic()
         connection.commit()
-        self.committed[str(event.id)] = time.monotonic()
+        self.committed[str(event.id)] = begin, time.monotonic()
