@@ -76,7 +76,7 @@ LOSSES = ("flushes", "streams deleted")
         ),
         (BrokenRelay, LOSSES, 6, {"polls-by-last-position": "events are in the ledger"}),
         (
-            BrokenRelay, ("relays paused", "strangers' deletions"), 6,
+            BrokenRelay, ("relays paused", "entries deleted unread"), 6,
             {
                 "publishes-backwards": "order in the stream: [1-9]",
                 "trusts-strangers": "events gone unacknowledged were never applied",

@@ -95,6 +95,7 @@ class Soak:
 
     def faults(self) -> dict[str, Fault]:
         """By name, in the plural; those of the processes, of PostgreSQL and of Redis."""
+        of_servers = self.servers.faults(self.witness)
         return {
             "relays killed": lambda: self._killed(self.relays, self._relay),
             "consumers killed": lambda: self._killed(self.consumers, self._consumer),
@@ -102,7 +103,8 @@ class Soak:
             "consumers paused": lambda: self._paused(self.consumers),
             **self.database.faults(),
             **self.database.rare_faults(),
-            **self.servers.faults(self.witness),
+            **of_servers,
+            "entries deleted unread": lambda: self._unread(of_servers["strangers' deletions"]),
         }
 
     def _killed(self, processes: list[subprocess.Popen[bytes]], another: Callable[[], subprocess.Popen[bytes]]) -> None:
@@ -117,6 +119,15 @@ class Soak:
         victim.send_signal(SIGSTOP)
         time.sleep(self._random.uniform(0.2, 2.5))
         victim.send_signal(SIGCONT)
+
+    def _unread(self, fault: Fault) -> None:
+        """Do it while no consumer reads."""
+        for process in self.consumers:
+            process.send_signal(SIGSTOP)
+        time.sleep(0.5)
+        fault()
+        for process in self.consumers:
+            process.send_signal(SIGCONT)
 
     # --- the run ---
 
