@@ -45,7 +45,7 @@ bench: $(READY)  ## measure relay and consumer beside their baselines: a table, 
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 SECONDS ?= 60
-soak: $(READY)  ## every fault at random under load, then every invariant: make soak SECONDS=600
+soak: $(READY)  ## every fault at random under load, then every invariant: make soak SECONDS=600 ARGS=--cluster
 	@$(BIN)/python -m tests.faults.soak $(SECONDS) $(ARGS)
 
 clean:  ## remove the virtual environment and caches

@@ -123,6 +123,13 @@ def test_help_is_there(command: str) -> None:
     assert "Usage" in done.stdout
 
 
+def test_the_soak_has_the_options_that_its_page_names() -> None:
+    page = (ROOT / "docs/explanation/soak.md").read_text()
+    program = [sys.executable, "-m", "tests.faults.soak", "--help"]
+    done = subprocess.run(program, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert set(re.findall(r"--[a-z]+", page)) <= set(re.findall(r"--[a-z]+", done.stdout))
+
+
 def test_architecture_names_files_that_exist() -> None:
     page = (ROOT / "docs/explanation/architecture.md").read_text()
     for path in re.findall(r"`((?:outbox|consumer|migrations)/[\w/.]+)`", page):

@@ -151,6 +151,7 @@ class Bench:
             | environment,
             stdout=log.open("ab") if log else subprocess.DEVNULL,
             stderr=subprocess.STDOUT if log else subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for us, who end them
         )
         self.processes.append(process)
         return process

@@ -23,6 +23,7 @@ class Proxy:
         deaf: nothing is forwarded in either direction any more; connections stay open.
         drop_replies: what the server says is thrown away; what the client says is forwarded.
         delay_seconds: how long each piece of what the server says is held back.
+        delay_requests_seconds: the same of what the client says.
         cuts: connections that a pattern has cut so far.
     """
 
@@ -31,7 +32,7 @@ class Proxy:
         self._server = socket.create_server((host, 0))
         self.port: int = self._server.getsockname()[1]
         self.deaf = self.drop_replies = False
-        self.delay_seconds = 0.0
+        self.delay_seconds = self.delay_requests_seconds = 0.0
         self.cuts = 0
         self._pattern: tuple[bytes, Callable[[int], When | None]] | None = None
         self._seen = 0
@@ -110,6 +111,8 @@ class Proxy:
                 order = self._order(data)
                 if order == "before":
                     break
+                if self.delay_requests_seconds:
+                    time.sleep(self.delay_requests_seconds)
                 link.cut_at_answer = order == "after"
                 link.server.sendall(data)
         self._finish(link)

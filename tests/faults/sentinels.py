@@ -31,8 +31,9 @@ class _Sentinel(ValkeyServer):
 class Watched:
     """A primary and a replica, and three sentinels of which two must agree; as a context manager it is closed at the end."""
 
-    def __init__(self, program: Path | None = None) -> None:
-        self.servers = [ValkeyServer(program=program, settings={"repl-diskless-sync-delay": "0"}) for _ in range(2)]
+    def __init__(self, program: Path | None = None, settings: dict[str, str] | None = None) -> None:
+        settings = {"repl-diskless-sync-delay": "0"} | (settings or {})
+        self.servers = [ValkeyServer(program=program, settings=settings) for _ in range(2)]
         self.sentinels: list[ValkeyServer] = [_Sentinel(program=program) for _ in range(3)]
         self._stack = ExitStack()
 

@@ -229,9 +229,10 @@ def test_the_proxy_goes_deaf_or_drops_replies_only(echo: int) -> None:
         assert heard == [b"a"]
 
 
-def test_the_proxy_delays(echo: int) -> None:
+@pytest.mark.parametrize("way", ["delay_seconds", "delay_requests_seconds"])
+def test_the_proxy_delays(echo: int, way: str) -> None:
     with Proxy(echo) as proxy, dial(proxy, 0.05) as client:
-        proxy.delay_seconds = 0.2
+        setattr(proxy, way, 0.2)
         client.sendall(b"a")
         with pytest.raises(TimeoutError):
             client.recv(10)

@@ -1,0 +1,59 @@
+"""What the soak's consumers do: they keep accounts, and write down what they did: ``consumer run tests.faults.soak.handlers:ledger``."""
+
+from __future__ import annotations
+
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
+from consumer import Consumer, Envelope, Order
+from consumer.handlers import Handler
+from tests.faults.chaos import TOPIC
+
+#: `effects` has no unique constraint, so that a double effect is a row; `limits_set` is in the order of what was applied,
+#: since the versions of a key are applied one at a time.
+TABLES = """
+    CREATE TABLE public.effects (event_id uuid, key text, amount bigint);
+    CREATE TABLE public.balances (key text PRIMARY KEY, amount bigint);
+    CREATE TABLE public.limits (key text PRIMARY KEY, version bigint);
+    CREATE TABLE public.limits_set (number bigint GENERATED ALWAYS AS IDENTITY, key text, version bigint)
+"""
+
+
+def credit(event: Envelope, session: Session) -> None:
+    note_effect(event, session)
+    session.execute(
+        text(
+            "INSERT INTO public.balances AS b VALUES (:key, :amount) "
+            "ON CONFLICT (key) DO UPDATE SET amount = b.amount + excluded.amount"
+        ),
+        {"key": event.key, "amount": event.payload["amount"]},
+    )
+
+
+def note_effect(event: Envelope, session: Session) -> None:
+    session.execute(
+        text("INSERT INTO public.effects VALUES (:id, :key, :amount)"),
+        {"id": event.id, "key": event.key, "amount": event.payload["amount"]},
+    )
+
+
+def limit(event: Envelope, session: Session) -> None:
+    """Sets, without looking at what is there: the order is the consumer's to keep."""
+    session.execute(
+        text(
+            "WITH noted AS (INSERT INTO public.limits_set (key, version) VALUES (:key, :version)) "
+            "INSERT INTO public.limits VALUES (:key, :version) "
+            "ON CONFLICT (key) DO UPDATE SET version = excluded.version"
+        ),
+        {"key": event.key, "version": event.version},
+    )
+
+
+def consumer(credit: Handler = credit) -> Consumer:
+    made = Consumer("ledger", topics=[TOPIC])
+    made.on("credited")(credit)
+    made.on("limited", order=Order.LATEST)(limit)
+    return made
+
+
+ledger = consumer()
