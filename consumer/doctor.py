@@ -34,7 +34,7 @@ from outbox.doctor import (
     warning,
 )
 from outbox.errors import StreamUnusable
-from outbox.store import DatabaseFacts, database_facts, reading
+from outbox.store import DatabaseFacts, reading
 from outbox.transport import StreamTransport
 from outbox.transport.base import side_stream, streams_of
 
@@ -58,7 +58,7 @@ def examine(consumer: Consumer, settings: ConsumerSettings, limits: Limits | Non
     connection = seen.ask(lambda: connect(settings, "consumer doctor"))
     if connection is not None:
         with closing(connection):
-            facts = seen.ask(lambda: database_facts(connection))
+            facts = seen.facts(connection, settings)
             if facts is not None:
                 seen.add(database(facts))
                 seen.add(_settings(facts, settings))

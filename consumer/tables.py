@@ -89,5 +89,6 @@ def metadata(schema: str = "public") -> MetaData:
         Column("attempts", Integer, nullable=False, server_default=text("1")),
         Column("created_at", time, nullable=False, server_default=text("now()")),
         UniqueConstraint("consumer", "stream", "stream_id", name="dead_letters_delivery"),
+        Index("dead_letters_time", "consumer", "created_at"),
     )
     return meta

@@ -272,29 +272,43 @@ def _settings(schema: str | None, strict: bool = False) -> RelaySettings:
 
 def _lines(found: operations.Status) -> Iterator[str]:
     """The status for people."""
-    memory = "no limit" if found.memory_share is None else f"{found.memory_share:.0%} used"
+    memory = "?" if found.redis_error else "no limit"
+    if found.memory_share is not None:
+        memory = f"{found.memory_share:.0%} used"
     relays = "?" if found.relays is None else found.relays
     yield f"relays {relays} · epoch {found.epoch} · batch {found.batch} · Redis memory: {memory}"
+    if found.redis_error:
+        yield f"REDIS DOES NOT ANSWER ({found.redis_error}): what follows is what PostgreSQL knows"
     for topic, (count, age) in sorted(found.unsealed.items()):
         yield f"topic {topic}: {count:,} events not sealed yet, the oldest {_seconds(age)} old"
     for stream in found.streams:
         yield ""
-        state = (
-            f"PAUSED ({stream.paused})" if stream.paused else f"cannot be used: {stream.error}" if stream.error else ""
-        )
-        yield f"stream {stream.stream}  {stream.entries:,} entries, batch {stream.published_batch} of {stream.batch}  {state}"
+        state = f"PAUSED ({stream.paused}) for {_seconds(stream.paused_seconds)}" if stream.paused else ""
+        if found.redis_error and stream.error == found.redis_error:
+            yield f"stream {stream.stream}  batch ? of {stream.batch}  {state}"
+        else:
+            state += f"cannot be used: {stream.error}" if stream.error else ""
+            yield (
+                f"stream {stream.stream}  {stream.entries:,} entries, batch {stream.published_batch} of {stream.batch}"
+                f"  {state}"
+            )
         if stream.unpublished:
             yield f"  {stream.unpublished:,} events not published, the oldest for {_seconds(stream.unpublished_seconds)}"
         if stream.missing:
             yield f"  {stream.missing:,} entries were deleted by a stranger"
         for group in stream.groups:
             waiting = "?" if group.undelivered is None else f"{group.undelivered:,}"
+            pending = "?" if group.there is None else f"{group.pending:,}"
             yield (
-                f"  group {group.name}: {group.unacknowledged:,} not acknowledged, {waiting} undelivered, {group.pending:,} pending"
+                f"  group {group.name}: {group.unacknowledged:,} not acknowledged, {waiting} undelivered, {pending} pending"
                 f" (oldest {_seconds(group.oldest_pending_seconds)}), acknowledged to batch {group.acked_batch}"
                 f" {_seconds(group.still_seconds)} ago"
                 + (f", {group.dead:,} dead letters" if group.dead else "")
-                + ("" if group.there else "  NOT IN REDIS: made again when its consumer comes, or see drop-group")
+                + (
+                    ""
+                    if group.there is not False
+                    else "  NOT IN REDIS: made again when its consumer comes, or see drop-group"
+                )
                 + (f"  last seen {_seconds(group.idle_seconds)} ago" if group.idle_seconds is not None else "")
             )
 

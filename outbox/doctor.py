@@ -26,6 +26,7 @@ from outbox.store import (
     Store,
     StreamHead,
     database_facts,
+    keeps_session,
     lacking,
     may_partition,
     open_transactions,
@@ -47,6 +48,7 @@ PUBLISHING: Final = {
     "outbox_stream": "SELECT, INSERT",
     "outbox_epoch": "SELECT, INSERT",
     "outbox_group": "SELECT, INSERT, UPDATE",
+    "outbox_pause": "SELECT, INSERT, UPDATE, DELETE",
 }
 #: What it needs besides for retention, for removing a group, and after a restore into another cluster.
 UPKEEP: Final = {
@@ -60,6 +62,10 @@ _SUPPORTED = (14, 18)  # major versions of PostgreSQL
 _REDIS_AT_LEAST = (7, 0)
 #: How long a transaction in the database may be open before it is worth a warning.
 TRANSACTION_SECONDS: Final = 3600.0
+#: How long PostgreSQL may take for one thing that it is asked.
+_ANSWER_SECONDS: Final = 30.0
+#: How long a pooler may take to give us a second session.
+_POOLER_SECONDS: Final = 2.0
 #: Probed when no stream is known yet.
 _SOME_STREAM = "doctor"
 
@@ -137,26 +143,52 @@ def away(finding: Finding) -> bool:
 
 
 class Examination:
-    """Findings as they are made; a server that does not answer is one of them."""
+    """Findings as they are made; a server that does not answer is one of them.
+
+    Attributes:
+        connection: to PostgreSQL, if there is one; it may take `_ANSWER_SECONDS` for a question.
+    """
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
+        self.connection: Connection | None = None
 
     def ask(self, question: Callable[[], T]) -> T | None:
         """The answer; None and a finding if the server does not give one."""
+        connection = self.connection
         try:
-            return question()
+            if connection is None or connection.closed:
+                return question()
+            with schemas.answering(connection, _ANSWER_SECONDS):
+                return question()
         except TransportError as failure:
-            self.findings.append(
+            self._away(
                 error("redis-unavailable", f"Redis does not do what is asked: {_one_line(failure)}",
                       "See that the server runs and that REDIS_URL (host, port, user, password) is right.")
             )  # fmt: skip
         except psycopg.Error as failure:
-            self.findings.append(
+            self._away(
                 error("database-unavailable", f"PostgreSQL does not do what is asked: {_one_line(failure)}",
                       "See that the server runs and that DATABASE_URL (host, port, user, password, name) is right.")
             )  # fmt: skip
         return None
+
+    def facts(self, connection: Connection, settings: Settings) -> DatabaseFacts | None:
+        """What PostgreSQL says about itself; from now on it is asked by this connection."""
+        self.connection = connection
+        facts = self.ask(lambda: database_facts(connection))
+        if facts is None or not facts.pooled or not facts.transactions:
+            return facts
+        try:
+            with closing(connect(settings, "doctor")) as other, schemas.answering(other, _POOLER_SECONDS):
+                return replace(facts, keeps_session=keeps_session(connection, other))
+        except psycopg.Error:  # it has no second session for us
+            return facts
+
+    def _away(self, finding: Finding) -> None:
+        """Once for each server."""
+        if all(before.code != finding.code for before in self.findings):
+            self.findings.append(finding)
 
     def add(self, findings: Iterable[Finding]) -> bool:
         """Add what is found; whether there is no error in it, so that what rests on it can be looked at."""
@@ -172,7 +204,7 @@ def examine(settings: RelaySettings, limits: Limits | None = None) -> list[Findi
     connection = seen.ask(lambda: connect(settings, "outbox doctor"))
     if connection is not None:
         with closing(connection):
-            seen.ask(lambda: _look_into_database(seen, connection, settings, limits, known))
+            _look_into_database(seen, connection, settings, limits, known)
     with closing(transport(settings)) as there:
         servers = facts_of(seen, there)
         if servers:
@@ -196,20 +228,16 @@ def _look_into_database(
     seen: Examination, connection: Connection, settings: RelaySettings, limits: Limits, known: _Known
 ) -> None:
     store = Store(settings.schema_name)
-    known.facts = database_facts(connection)
+    known.facts = seen.facts(connection, settings)
+    if known.facts is None:
+        return
     seen.add(database(known.facts))
     if not known.facts.transactions:
         return
     seen.add(transactions(connection, known.facts, limits))
     if not seen.add(tables(connection, "outbox", settings.schema_name, PUBLISHING)):
         return
-    seen.add([upkeep_rights(connection, settings.schema_name, UPKEEP)])
-    seen.add([partition_rights(connection, settings.schema_name, "outbox")])
-    seen.add(_partitions(connection, store, settings))
-    with reading(connection):
-        heads, known.progress = store.heads(connection), store.progress(connection)
-    known.streams = [head.stream for head in heads]
-    seen.add(_lanes(heads, settings))
+    seen.add(_outbox(connection, store, settings, known))
 
 
 def connect(settings: Settings, application: str) -> Connection:
@@ -263,7 +291,8 @@ def database(facts: DatabaseFacts) -> Iterator[Finding]:
     else:
         yield ok("database-synchronous-commit", f"synchronous_commit is {facts.synchronous_commit}")
     if facts.transactions:
-        how = "through a pooler in session or transaction mode, which is fine" if facts.pooled else "directly"
+        mode = {True: "session", False: "transaction", None: "session or transaction"}[facts.keeps_session]
+        how = f"through a pooler in {mode} mode, which is fine" if facts.pooled else "directly"
         yield ok("database-pooler", f"the server is reached {how}")
     else:
         do = schemas.CHANGE_POOLING
@@ -281,6 +310,8 @@ def transactions(connection: Connection, facts: DatabaseFacts, limits: Limits) -
             "sessions-hidden", "this role does not see what other roles' sessions do, so those are not looked at",
             "GRANT pg_read_all_stats to this role.",
         )  # fmt: skip
+    else:
+        yield ok("sessions-hidden", "this role sees what other roles' sessions do")
     yield _oldest_snapshot([transaction for transaction in found if transaction.holds], limits)
     idle = [t for t in found if t.idle_seconds is not None and t.idle_seconds >= limits.idle_seconds]
     for transaction in idle:
@@ -388,6 +419,16 @@ def partitions(present: Sequence[Partition], schema: str, table: str) -> Iterato
 
 
 # --- the outbox ------------------------------------------------------------------------------------------------------------
+
+
+def _outbox(connection: Connection, store: Store, settings: RelaySettings, known: _Known) -> Iterator[Finding]:
+    yield upkeep_rights(connection, settings.schema_name, UPKEEP)
+    yield partition_rights(connection, settings.schema_name, "outbox")
+    yield from _partitions(connection, store, settings)
+    with reading(connection):
+        heads, known.progress = store.heads(connection), store.progress(connection)
+    known.streams = [head.stream for head in heads]
+    yield from _lanes(heads, settings)
 
 
 def _partitions(connection: Connection, store: Store, settings: RelaySettings) -> Iterator[Finding]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from outbox import schema as schemas
-from outbox.errors import SettingsError, TransportError, TransportUnavailable
+from outbox.errors import SettingsError, StreamUnusable, TransportError
 from outbox.settings import RelaySettings
-from outbox.store import Connection, Store, StreamHead
+from outbox.store import Connection, Group, Pause, Store, StreamHead
 from outbox.transport import Marker, StreamTransport
 from outbox.transport.base import GroupState, StreamState, streams_of
 
 _COUNTED = 1_000_000
 _TRIES, _PAUSE_SECONDS = 20, 0.25
+#: How long `status` waits for an answer of Redis, after which it asks no more; and for all that it asks PostgreSQL.
+_REDIS_SECONDS, _DATABASE_SECONDS = 0.4, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class GroupStatus:
         acked_batch: up to here everything is acknowledged, as last written down by a relay.
         still_seconds: since that last moved.
         idle_seconds: since one of its consumers asked for something; None: it has none.
-        there: whether the server has the group.
+        there: whether the server has the group; None: it was not asked.
         dead: deliveries put aside as dead letters; None: the consumer's tables are in another database or schema.
     """
 
@@ -43,7 +45,7 @@ class GroupStatus:
     acked_batch: int
     still_seconds: float | None
     idle_seconds: float | None
-    there: bool
+    there: bool | None
     dead: int | None
 
 
@@ -54,22 +56,24 @@ class StreamStatus:
     Attributes:
         batch: the newest batch that it is made of.
         published_batch: the newest one that is there; None: the stream was lost, or never was.
-        unpublished: events sealed and not there.
+        unpublished: events sealed and not there; None: Redis does not answer.
         unpublished_seconds: since the oldest of them was sealed, as far as its batch is known.
         entries: its length.
         missing: entries that strangers took.
-        paused: why the relay does not publish to it: ``memory`` or ``length``.
-        error: why it cannot be used.
+        paused: why the relay does not publish to it: ``memory`` or ``length``, as the relay last wrote it down.
+        paused_seconds: since it is.
+        error: why it cannot be used, or was not looked at.
     """
 
     stream: str
     batch: int
     published_batch: int | None
-    unpublished: int
+    unpublished: int | None
     unpublished_seconds: float | None
     entries: int
     missing: int
     paused: str | None
+    paused_seconds: float | None
     error: str | None
     groups: list[GroupStatus]
 
@@ -80,7 +84,8 @@ class Status:
 
     Attributes:
         relays: relays that are connected; None: it cannot be told through a pooler.
-        memory_share: how full Redis is, 0 to 1; None: no limit is set.
+        memory_share: how full Redis is, 0 to 1; None: no limit is set, or Redis does not answer.
+        redis_error: how Redis failed to answer, so that only what PostgreSQL knows is true of the streams.
         unsealed: by topic: committed events that no relay has seen yet (counted up to a million), and the oldest's age.
     """
 
@@ -88,43 +93,49 @@ class Status:
     epoch: int
     batch: int
     memory_share: float | None
+    redis_error: str | None
     unsealed: dict[str, tuple[int, float]]
     streams: list[StreamStatus]
 
 
 def status(settings: RelaySettings, consumer_schema: str = "public") -> Status:
-    """How things stand; changes nothing.
+    """How things stand; changes nothing. A Redis that hangs costs less than a second.
 
     Args:
         consumer_schema: where the consumers' tables are, if they are in the same database.
 
     Raises:
         SchemaError: the tables are missing or of another revision.
-        psycopg.Error: PostgreSQL cannot be reached. Where Redis cannot, that is the error of every stream.
+        psycopg.Error: PostgreSQL cannot be reached, or does not answer. Where Redis does not, that is `Status.redis_error`.
     """
-    with opened(settings) as (store, connection, transport):
+    with opened(settings, _REDIS_SECONDS, _DATABASE_SECONDS) as (store, connection, transport):
         newest, heads = store.newest(connection), store.heads(connection)
-        share: float | None = None
-        markers: Mapping[str, Marker | TransportError | None]
+        share, unanswered = None, None
+        seen: dict[str, tuple[Marker | TransportError | None, StreamState]] = {}
         try:
             share = transport.memory_share()
             markers = transport.markers([head.stream for head in heads]) if heads else {}
-        except TransportUnavailable as error:
-            markers = {head.stream: error for head in heads}
-        full = share is not None and share > settings.max_memory_share
-        dead = store.dead_letters(connection, consumer_schema)
-        streams = []
-        for head in heads:
-            found, state = markers[head.stream], StreamState(0, 0, 0, [])
-            if not isinstance(found, TransportError):
-                try:
-                    state = transport.inspect(head.stream)
-                except TransportError as error:
-                    found = error
-            streams.append(_stream(store, connection, settings, head, found, state, full, dead))
+            for stream, found in markers.items():
+                state = _NOTHING
+                if not isinstance(found, TransportError):
+                    try:
+                        state = transport.inspect(stream)
+                    except StreamUnusable as error:
+                        found = error
+                seen[stream] = found, state
+        except TransportError as error:
+            unanswered = error
+        known = _Known(
+            store.groups(connection), store.group_ages(connection), store.pauses(connection),
+            store.dead_letters(connection, consumer_schema),
+        )  # fmt: skip
         return Status(
             store.relays(connection), store.epoch(connection), newest.seq if newest else 0, share,
-            store.unsealed(connection, _COUNTED), streams,
+            str(unanswered) if unanswered else None, store.unsealed(connection, _COUNTED),
+            [
+                _stream(store, connection, head, *seen.get(head.stream, (unanswered, _NOTHING)), known)
+                for head in heads
+            ],
         )  # fmt: skip
 
 
@@ -169,8 +180,14 @@ def new_epoch(settings: RelaySettings) -> int:
 
 
 @contextmanager
-def opened(settings: RelaySettings) -> Iterator[tuple[Store, Connection, StreamTransport]]:
+def opened(
+    settings: RelaySettings, redis_seconds: float | None = None, database_seconds: float | None = None
+) -> Iterator[tuple[Store, Connection, StreamTransport]]:
     """What operations work with; closed at the end.
+
+    Args:
+        redis_seconds: how long to wait for an answer of Redis; default: as the settings say.
+        database_seconds: how long PostgreSQL may take for everything; default: for ever.
 
     Raises:
         SchemaError: the tables are missing or of another revision.
@@ -179,55 +196,66 @@ def opened(settings: RelaySettings) -> Iterator[tuple[Store, Connection, StreamT
     transport = StreamTransport.from_url(
         settings.redis_url.get_secret_value(),
         prefix=settings.key_prefix,
-        timeout_seconds=settings.redis_timeout_seconds,
+        timeout_seconds=redis_seconds or settings.redis_timeout_seconds,
     )
     try:
         address = settings.database_url.get_secret_value()
-        with schemas.connect(address, "outbox operations", autocommit=True) as connection:
+        with (
+            schemas.connect(address, "outbox operations", autocommit=True) as connection,
+            schemas.answering(connection, database_seconds) if database_seconds else nullcontext(),
+        ):
             schemas.check_revision(connection, "outbox", settings.schema_name)
             yield Store(settings.schema_name), connection, transport
     finally:
         transport.close()
 
 
+#: Of a stream that was not looked at.
+_NOTHING = StreamState(0, 0, 0, [])
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What PostgreSQL knows about all streams."""
+
+    groups: list[Group]
+    ages: Mapping[tuple[str, str], float]
+    pauses: Mapping[str, Pause]
+    dead: Mapping[tuple[str, str], int] | None
+
+
 def _stream(
-    store: Store,
-    connection: Connection,
-    settings: RelaySettings,
-    head: StreamHead,
-    found: Marker | TransportError | None,
-    state: StreamState,
-    full: bool,
-    dead: Mapping[tuple[str, str], int] | None,
-) -> StreamStatus:
-    declared = {group.name: group.acked for group in store.groups(connection) if group.stream == head.stream}
+    store: Store, connection: Connection, head: StreamHead, found: Marker | TransportError | None, state: StreamState,
+    known: _Known,
+) -> StreamStatus:  # fmt: skip
+    declared = {group.name: group.acked for group in known.groups if group.stream == head.stream}
+    asked = not isinstance(found, TransportError) or isinstance(found, StreamUnusable)
     published = found.seq if isinstance(found, Marker) else None
     # What was lost and is acknowledged everywhere is not published again.
     after = published if published is not None else min(declared.values(), default=0)
-    unpublished = store.events_between(connection, head.stream, after, head.seq)
+    unpublished = store.events_between(connection, head.stream, after, head.seq) if asked else None
     first = store.batches_after(connection, head.stream, after, 1) if unpublished else []
-    unacked = store.events_between(connection, head.stream, min(declared.values(), default=0), after)
-    long = min(unacked, state.length) > settings.max_stream_length
-    ages = store.group_ages(connection)
     there = {group.name: group for group in state.groups}
     groups = []
     for name in sorted(declared.keys() | there.keys()):
-        group = there.get(name)
+        group, acked = there.get(name), declared.get(name, 0)
         undelivered = None
         if group is not None and group.delivered is not None and published is not None:
             whole = store.events_between(connection, head.stream, group.delivered + 1, published)
             undelivered = group.undelivered + (whole if group.undelivered else 0)
         groups.append(
             GroupStatus(
-                name, store.events_between(connection, head.stream, declared.get(name, 0), head.seq), undelivered, group.pending if group else 0, _age(group), declared.get(name, 0),
-                ages.get((head.stream, name)), group.idle_seconds if group else None, group is not None,
-                None if dead is None else dead.get((head.stream, name), 0),
+                name, store.events_between(connection, head.stream, acked, head.seq), undelivered,
+                group.pending if group else 0, _age(group), acked, known.ages.get((head.stream, name)),
+                group.idle_seconds if group else None, group is not None if asked else None,
+                None if known.dead is None else known.dead.get((head.stream, name), 0),
             )
         )  # fmt: skip
+    pause = known.pauses.get(head.stream)
     return StreamStatus(
         head.stream, head.seq, published, unpublished,
-        store.sealed_age(connection, first[0][0].seq) if first else None,
-        state.length, state.missing, "memory" if full else "length" if long else None,
+        store.sealed_age(connection, first[0][0].seq) if first else None, state.length, state.missing,
+        pause.reason if pause else None, pause.seconds if pause else None,
         str(found) if isinstance(found, TransportError) else None, groups,
     )  # fmt: skip
 

@@ -205,8 +205,10 @@ class Relay:
         counts = Counts()
         try:
             self._load()
+            self._streams.write_pauses(self._connect())
             if time.monotonic() >= self._check_due:
                 self._check_due = time.monotonic() + self._settings.check_seconds
+                self._streams.load_pauses(self._connect())
                 self._streams.check_memory()
                 self._check(counts)
                 if any(stream.paused == "length" for stream in self._streams.values()):
@@ -214,6 +216,7 @@ class Relay:
             if time.monotonic() >= self._groups_due:
                 self._look_after_streams(counts)
             self._drain(counts)
+            self._streams.write_pauses(self._connect())
             if time.monotonic() >= self._retention_due:
                 self._drop_old()
         except AlreadySealed:
@@ -249,6 +252,7 @@ class Relay:
             for name in {part.stream for some in sealed for part, _ in some.parts}:
                 if not self._streams[name].paused:
                     self._streams.check_length(self._connect(), name)
+            self._streams.write_pauses(self._connect())
             sealed = following
 
     def _load(self) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import secrets
+import socket
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from functools import lru_cache
@@ -49,6 +52,42 @@ _CONNECTION: dict[str, Any] = {
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,
 }
+
+
+@contextmanager
+def answering(connection: psycopg.Connection[Any], seconds: float) -> Iterator[None]:
+    """Give up on PostgreSQL when the block takes longer than so many seconds: a server that hangs (a frozen machine or
+    process) keeps its connections open, and neither its time-outs nor TCP's end a wait for it.
+
+    Raises:
+        psycopg.OperationalError: it took longer; the connection is closed.
+    """
+    guard, late, done = threading.Lock(), False, False
+
+    def cut() -> None:
+        nonlocal late
+        with guard:
+            if not done:
+                late = True
+                with socket.socket(fileno=os.dup(connection.fileno())) as line:
+                    line.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except psycopg.Error as error:
+        if late:
+            connection.close()
+            raise psycopg.OperationalError(
+                f"PostgreSQL has not answered within {seconds:g} s: it hangs, or is far too busy"
+            ) from error
+        raise
+    finally:
+        with guard:
+            done = True
+        timer.cancel()
 
 
 def engine(
@@ -210,7 +249,7 @@ def _migrate(branch: Branch, schema: str) -> str:
 
 
 _OURS = re.compile(
-    r"outbox(_batch|_stream|_epoch|_group|_default|_schema_version|_\d+_\d+)?|consumer_schema_version|consumer_retention"
+    r"outbox(_batch|_stream|_epoch|_group|_pause|_default|_schema_version|_\d+_\d+)?|consumer_schema_version|consumer_retention"
     r"|entity_versions|dead_letters|processed_messages(_default|_\d+_\d+)?"
 )
 

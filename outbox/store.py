@@ -154,6 +154,14 @@ class StreamHead:
 
 
 @dataclass(frozen=True, slots=True)
+class Pause:
+    """Why the relay publishes nothing to a stream (``memory`` or ``length``), and for how long it has not."""
+
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class GroupProgress:
     """How long a declared group has acknowledged nothing, and how many events it has not acknowledged."""
 
@@ -175,7 +183,7 @@ class Store:
             "selected": sql.SQL(_SELECTED),
         } | {
             name: sql.Identifier(schema, name)
-            for name in ("outbox", "outbox_batch", "outbox_stream", "outbox_epoch", "outbox_group")
+            for name in ("outbox", "outbox_batch", "outbox_stream", "outbox_epoch", "outbox_group", "outbox_pause")
         }
         self._partitions = Partitions(schema, "outbox", "position")
         self._composed: dict[tuple[str, int | None], sql.Composed] = {}
@@ -416,6 +424,38 @@ class Store:
         """Forget a group; returns the streams that it was declared for."""
         rows = connection.execute(self._sql("DELETE FROM {outbox_group} WHERE name = %s RETURNING stream"), (name,))
         return sorted(stream for (stream,) in rows)
+
+    # --- pauses ---
+
+    def pauses(self, connection: Connection) -> dict[str, Pause]:
+        """The streams that are paused, as the relay last wrote it down. Reads the whole table: a row a paused stream."""
+        rows = connection.execute(
+            self._sql(
+                "SELECT stream, reason, extract(epoch FROM clock_timestamp() - since)::float8 FROM {outbox_pause}"
+            )
+        )
+        return {stream: Pause(reason, seconds) for stream, reason, seconds in rows}
+
+    def write_pauses(self, connection: Connection, changes: Mapping[str, str | None]) -> None:
+        """Write down why streams are paused, or (None) that they go on. A pause for the reason that is there already has
+        been since then. Each statement locks its rows in order of the streams; both use outbox_pause_pkey."""
+        if gone := [stream for stream, reason in changes.items() if not reason]:
+            connection.execute(
+                self._sql("""
+                DELETE FROM {outbox_pause} WHERE stream IN (
+                    SELECT stream FROM {outbox_pause} WHERE stream = ANY (%s) ORDER BY stream FOR UPDATE)
+                """),
+                (gone,),
+            )
+        if paused := sorted((stream, reason) for stream, reason in changes.items() if reason):
+            connection.execute(
+                self._sql("""
+                INSERT INTO {outbox_pause} AS p (stream, reason) SELECT * FROM unnest(%s::text[], %s::text[])
+                ON CONFLICT (stream) DO UPDATE SET reason = excluded.reason, since = clock_timestamp()
+                WHERE p.reason <> excluded.reason
+                """),
+                ([stream for stream, _ in paused], [reason for _, reason in paused]),
+            )
 
     def events_between(self, connection: Connection, stream: str, after: int, last: int) -> int:
         """How many events of the stream are in the batches (after, last]. Walks that part of outbox_stream_pkey."""
@@ -805,6 +845,8 @@ class DatabaseFacts:
         version: ``server_version_num``: 180001 is 18.1.
         pooled: our connection does not lead to a session of its own (PgBouncer and the like).
         transactions: they can be had; not through a pooler in statement mode, which has closed the connection over it.
+        keeps_session: the pooler leaves its session to us between transactions; None: there is no pooler, or it was not
+            told apart (see `keeps_session`).
         ahead_seconds: its clock minus this machine's.
         sees_sessions: our role sees what other roles' sessions do.
         idle_limit_seconds: ``idle_in_transaction_session_timeout``; 0: none.
@@ -820,6 +862,7 @@ class DatabaseFacts:
     fsync: bool
     synchronous_commit: str
     idle_limit_seconds: float
+    keeps_session: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -875,6 +918,24 @@ def database_facts(connection: Connection) -> DatabaseFacts:
         if not schemas.is_statement_pooling(error):
             raise
         return replace(facts, transactions=False)
+
+
+def keeps_session(connection: Connection, other: Connection) -> bool:
+    """Whether a pooler leaves our session to us between transactions (session mode) or gives it to others (transaction mode):
+    who comes next then gets ours, or we get another one.
+
+    Args:
+        other: a second connection through the same pooler; it may have to wait for a session.
+    """
+
+    def session(of: Connection) -> Any:
+        return of.execute("SELECT pg_backend_pid()").fetchone()
+
+    ours = session(connection)
+    if any(session(connection) != ours for _ in range(2)):
+        return False
+    with other.transaction():
+        return bool(session(other) != ours)
 
 
 def open_transactions(connection: Connection) -> list[OpenTransaction]:

@@ -2,6 +2,9 @@
 
 Beliefs may be wrong: another relay may publish too, and Redis may forget. The marker in Redis decides; a wrong belief costs
 a look at it. What groups have acknowledged is kept in PostgreSQL, so that it is known when Redis has lost everything.
+
+So are pauses, for people and for other relays: each goes on from the pause that is written down, as if it had begun it.
+What could not be written down yet is written before anything else, and counts meanwhile.
 """
 
 from __future__ import annotations
@@ -80,6 +83,7 @@ class Streams(dict[str, Stream]):
         self._settings, self._store, self._transport, self._observe = settings, store, transport, observe
         self._memory_full = False
         self._bytes = 0  # published since the memory was looked at
+        self._unwritten: dict[str, str | None] = {}  # pauses that are not written down as they are
 
     def load(self, connection: Connection) -> None:
         """Read what is sealed and acknowledged; what was believed of markers is forgotten.
@@ -114,6 +118,20 @@ class Streams(dict[str, Stream]):
         for group in self._store.groups(connection):
             if group.stream in self:
                 self[group.stream].acked[group.name] = group.acked
+
+    def load_pauses(self, connection: Connection) -> None:
+        """Go on from the pauses that are written down, whoever did it."""
+        written = self._store.pauses(connection)
+        for name, stream in self.items():
+            if name not in self._unwritten:
+                self._set_pause(name, stream, written[name].reason if name in written else None)
+        self._memory_full = any(stream.paused == "memory" for stream in self.values())
+
+    def write_pauses(self, connection: Connection) -> None:
+        """Write down what has changed; does nothing if nothing has."""
+        if self._unwritten:
+            self._store.write_pauses(connection, self._unwritten)
+            self._unwritten = {}
 
     def leave_age(self, connection: Connection) -> None:
         """Leave beside every stream, also one whose batches are all dropped, when the oldest event that may be published
@@ -196,6 +214,11 @@ class Streams(dict[str, Stream]):
         self._pause(name, stream, "length" if long else None)
 
     def _pause(self, name: str, stream: Stream, reason: str | None) -> None:
+        if reason != stream.paused:
+            self._unwritten[name] = reason
+            self._set_pause(name, stream, reason)
+
+    def _set_pause(self, name: str, stream: Stream, reason: str | None) -> None:
         if reason == stream.paused:
             return
         stream.paused = reason

@@ -115,6 +115,13 @@ def metadata(schema: str = "public") -> MetaData:
         Column("seen_at", time, nullable=False, server_default=now),
         PrimaryKeyConstraint("stream", "name"),
     )
+    Table(
+        "outbox_pause",
+        meta,
+        Column("stream", Text, primary_key=True),
+        Column("reason", Text, nullable=False),
+        Column("since", time, nullable=False, server_default=now),
+    )
     return meta
 
 

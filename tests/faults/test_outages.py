@@ -19,8 +19,9 @@ import psycopg
 import pytest
 import redis
 
-from outbox import Event, InvalidEvent, record
+from outbox import Event, InvalidEvent, doctor, operations, record
 from outbox import schema as schemas
+from outbox.doctor import examine
 from outbox.embedded import PostgresServer, ValkeyServer
 from outbox.operations import opened
 from outbox.replay import Selection, replay
@@ -123,6 +124,98 @@ def test_o_24_redis_killed_without_persistence_and_started_empty(
         assert [step.events for step in replay(store, connection, to, bench.settings(), Selection())] == [100]
     assert bench.consume() == Counter(dict.fromkeys(ids, 1))
     assert bench.one("SELECT count(*) FROM public.processed_messages") == 100
+
+
+def test_o_41_a_redis_that_hangs_holds_up_nobody(
+    stack: ExitStack, database_url: str, own_valkey: Callable[..., ValkeyServer], tmp_path: Path
+) -> None:
+    """It is frozen while one relay is publishing and another stands by; producers, status and doctor do not wait for it."""
+    server = own_valkey()
+    bench = opened_bench(stack, database_url, server.url)
+    bench.transport().open("ledger", [TOPIC])
+    ids = bench.write(1)
+    before = bench.relay(trim_seconds=0.001)
+    drain(before), before.run_once()  # the group is written down
+    before.close()
+    # They turn to Redis for nothing else, so that the first thing that hangs is the publishing of a batch.
+    calm = {"OUTBOX_CHECK_SECONDS": "60", "OUTBOX_TRIM_SECONDS": "60", "OUTBOX_REDIS_TIMEOUT_SECONDS": "8"}
+    logs = [tmp_path / "one", tmp_path / "two"]
+    relays = [logged(bench, log, "outbox", "relay", **calm) for log in logs]
+    eventually(lambda: bench.relays_connected() == 2, 30)
+    ids += bench.write(1)
+    eventually(lambda: bench.length() == 2, 30)
+    server.pause()
+    ids += bench.write(1)
+    eventually(lambda: bench.one("SELECT max(seq) FROM public.outbox_batch") == 3, 30, "sealed, and on its way")
+    frozen, inserts, held = time.monotonic(), [], set()
+    while time.monotonic() < frozen + 2:
+        started = time.monotonic()
+        ids += bench.write(1)
+        inserts.append(time.monotonic() - started)
+        held.update(
+            bench.db.execute("""
+            SELECT application_name, state, wait_event_type FROM pg_stat_activity
+            WHERE datname = current_database() AND clock_timestamp() - xact_start > interval '1 second'
+            """).fetchall()
+        )
+        time.sleep(0.1)
+    looks = []
+    for _ in range(3):
+        started = time.monotonic()
+        found_status = operations.status(bench.settings())
+        looks.append(time.monotonic() - started)
+        (shown,) = found_status.streams
+        assert "Timeout" in (found_status.redis_error or "")
+        assert shown.error == found_status.redis_error
+        (group,) = shown.groups
+        waiting = group.unacknowledged + sum(count for count, _ in found_status.unsealed.values())
+        assert (group.name, waiting) == ("ledger", len(ids)), "all that PostgreSQL knows"
+    assert sorted(inserts)[len(inserts) // 2] < 0.2
+    assert min(looks) < 1
+    assert held == set(), "nobody has a transaction open, or waits for a lock in one"
+    started = time.monotonic()
+    seen = examine(bench.settings(redis_timeout_seconds=0.5))
+    assert {(f.code, f.level) for f in seen if f.level == "error"} >= {("redis-unavailable", "error")}
+    assert "schema-revision" in {f.code for f in seen}
+    assert time.monotonic() - started < 5
+    server.resume()
+    eventually(lambda: operations.status(bench.settings()).streams[0].unpublished == 0, 30)
+    assert bench.consume() == Counter(ids)
+    assert all("Traceback" not in output(relay, log) for relay, log in zip(relays, logs, strict=True))
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_postgresql_that_hangs_ends_status_and_doctor_with_a_clear_error(
+    stack: ExitStack, postgres: PostgresServer, redis_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Also one that hangs when the connection is there: its own time-outs and TCP's do not end that."""
+    bench = stack.enter_context(Bench(postgres.url, redis_url, prefix))
+    monkeypatch.setattr(operations, "_DATABASE_SECONDS", 1.0)
+    monkeypatch.setattr(doctor, "_ANSWER_SECONDS", 1.0)
+    settings = bench.settings(database_url=f"{postgres.url}?connect_timeout=2")
+    if when == "before":
+        postgres.pause()
+    else:
+        there, connected = operations.schemas.connect, threading.Event()
+
+        def connect_and_hang(*arguments: object, **options: object) -> psycopg.Connection[object]:
+            connection = there(*arguments, **options)  # type: ignore[arg-type]
+            postgres.pause()
+            connected.set()
+            return connection
+
+        monkeypatch.setattr(operations.schemas, "connect", connect_and_hang)
+    started = time.monotonic()
+    with pytest.raises(psycopg.OperationalError, match="timeout expired|PostgreSQL has not answered within 1 s"):
+        operations.status(settings)
+    if when == "meanwhile":
+        postgres.resume()
+    found = [(finding.code, finding.level) for finding in examine(settings) if finding.level == "error"]
+    assert found == [("database-unavailable", "error")]
+    assert time.monotonic() - started < 15
+    postgres.resume()
+    monkeypatch.undo()
+    assert operations.status(settings).relays == 0
 
 
 @pytest.mark.long

@@ -214,7 +214,7 @@ def test_o_78_an_idle_relay_notices_events_without_listening(bench: Bench, bounc
         published(bench, 2)
     findings = outbox_doctor.examine(bench.settings())
     found = next(found for found in findings if found.code == "database-pooler")
-    assert (found.level, "through a pooler in session or transaction mode" in found.what) == ("ok", True)
+    assert (found.level, "through a pooler in transaction mode" in found.what) == ("ok", True)
     assert operations.status(bench.settings()).relays is None, "it cannot be told"
     for _ in range(3):
         with psycopg.connect(bench.database_url) as connection:
@@ -412,8 +412,29 @@ def test_session_pooling_is_fine(
     with closing(bench.relay()) as relay:
         relay.run_once()
         assert bench.length() == 3
-    findings = outbox_doctor.examine(bench.settings())
-    assert [found.level for found in findings if found.code == "database-pooler"] == ["ok"]
+    (found,) = (found for found in outbox_doctor.examine(bench.settings()) if found.code == "database-pooler")
+    assert (found.level, "in session mode" in found.what) == ("ok", True)
+
+
+@pytest.mark.parametrize("mode", ["session", "transaction"])
+def test_the_mode_of_a_pooler_is_told_apart_or_not_waited_for(
+    bench: Bench, own_bouncer: Callable[..., Bouncer], postgres_url: str, database_url: str, mode: str
+) -> None:
+    def seen(pool_size: int, **settings: str) -> str:
+        there = own_bouncer(postgres_url, pool_mode=mode, pool_size=pool_size, **settings)
+        bench.database_url = there.through(database_url)
+        with psycopg.connect(bench.database_url, prepare_threshold=None, autocommit=True) as busy:
+            if pool_size > 1:  # sessions that the pool has left over
+                with psycopg.connect(bench.database_url, prepare_threshold=None) as other:
+                    busy.execute("SELECT 1"), other.execute("SELECT 1")
+                busy.close()
+            (found,) = (f.what for f in outbox_doctor.examine(bench.settings()) if f.code == "database-pooler")
+        return found.partition(" in ")[2]
+
+    one = {"session": "session or transaction mode, which is fine", "transaction": "transaction mode, which is fine"}
+    assert seen(3) == f"{mode} mode, which is fine"
+    assert seen(3, server_round_robin="1") == f"{mode} mode, which is fine"
+    assert seen(1) == one[mode], "there is no second session to compare"
 
 
 def test_a_handler_that_commits_is_found_out_through_a_pooler(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,14 +6,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import psycopg
 import pytest
 
+from outbox.embedded import ValkeyServer
 from outbox.errors import SettingsError
-from outbox.operations import drop_group, status
+from outbox.operations import StreamStatus, drop_group, status
 from tests.faults.chaos import TOPIC, Bench, drain
+from tests.waiting import eventually
 
 GROUP = "wallet"
 ROOT = Path(__file__).parents[2]
@@ -25,10 +29,10 @@ def bench(database_url: str, redis_url: str, prefix: str) -> Iterator[Bench]:
         yield made
 
 
-def command(bench: Bench, *arguments: str) -> subprocess.CompletedProcess[str]:
+def command(bench: Bench, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     addresses = {
         "DATABASE_URL": bench.database_url, "REDIS_URL": bench.redis_url, "OUTBOX_KEY_PREFIX": bench.prefix
-    }  # fmt: skip
+    } | environment  # fmt: skip
     return subprocess.run(
         [sys.executable, "-m", "outbox", *arguments],
         cwd=ROOT,
@@ -85,7 +89,15 @@ def test_status_without_redis_says_what_postgresql_knows(bench: Bench) -> None:
     (stream,) = found.streams
     assert (found.unsealed[TOPIC][0], found.memory_share, stream.batch) == (4, None, 3)
     assert "127.0.0.1:1" in (stream.error or "")
-    assert [(group.name, group.unacknowledged, group.there) for group in stream.groups] == [(GROUP, 25, False)]
+    assert found.redis_error == stream.error
+    assert (stream.published_batch, stream.unpublished) == (None, None), "it is not said that nothing is there"
+    assert [(group.name, group.unacknowledged, group.there) for group in stream.groups] == [(GROUP, 25, None)]
+    shown = command(bench, "status", REDIS_URL="redis://127.0.0.1:1/0")
+    assert shown.returncode == 0, shown.stderr
+    assert "REDIS DOES NOT ANSWER (Redis: " in shown.stdout
+    assert f"stream {TOPIC}  batch ? of 3" in shown.stdout
+    assert f"group {GROUP}: 25 not acknowledged, ? undelivered, ? pending" in shown.stdout
+    assert "NOT IN REDIS" not in shown.stdout
 
 
 def test_status_counts_dead_letters_where_the_consumers_tables_are_here(bench: Bench) -> None:
@@ -138,11 +150,161 @@ def test_status_of_lost_and_unusable_streams(bench: Bench) -> None:
     assert "WRONGTYPE" in other.error
 
 
-def test_status_says_what_is_paused_and_why(bench: Bench) -> None:
-    bench.write(50)
-    look(bench)
-    assert status(bench.settings(max_stream_length=10)).streams[0].paused == "length"
-    assert status(bench.settings(max_stream_length=50)).streams[0].paused is None
+# --- what is paused ------------------------------------------------------------------------------------------------
+
+
+def shown(bench: Bench) -> StreamStatus:
+    """As a command sees the stream that knows nothing of the relay's settings."""
+    return status(bench.settings()).streams[0]
+
+
+def paused(bench: Bench) -> str | None:
+    return shown(bench).paused
+
+
+def taken(bench: Bench, count: int) -> None:
+    """The group reads and acknowledges so many."""
+    transport = bench.transport()
+    while count:
+        found = transport.read(GROUP, "one", [TOPIC], count, 0.01)
+        transport.ack(GROUP, found)
+        count -= len(found)
+
+
+def unacknowledged(bench: Bench) -> int:
+    """Events that are there and that the group has not acknowledged, as far as it is written down."""
+    found = shown(bench)
+    return found.groups[0].unacknowledged - (found.unpublished or 0)
+
+
+def published(bench: Bench) -> int:
+    """Entries ever added to the stream."""
+    return int(bench.redis.xinfo_stream(bench.key())["entries-added"])
+
+
+def looked_at(bench: Bench) -> None:
+    """A relay has looked at the streams' groups at least twice since."""
+
+    def looks() -> int:
+        stats = bench.redis.info("commandstats")
+        return int(stats.get("cmdstat_xinfo|groups", {"calls": 0})["calls"])
+
+    before = looks()
+    eventually(lambda: looks() >= before + 4, 30)
+
+
+LONG: dict[str, Any] = {"batch_rows": 5, "max_stream_length": 100, "trim_seconds": 0.001, "check_seconds": 0.001}
+
+
+@pytest.mark.long
+def test_status_says_paused_for_as_long_as_the_relay_is(bench: Bench) -> None:
+    """A relay in a process of its own, which is killed meanwhile; the next one goes on from where it was."""
+    bench.transport().open(GROUP, [TOPIC])
+    bench.write(200)
+    limits = {"OUTBOX_MAX_STREAM_LENGTH": "100", "OUTBOX_BATCH_ROWS": "5", "OUTBOX_TRIM_SECONDS": "0.05"}
+    first = bench.start(**limits)
+    eventually(lambda: bench.length() > 100 and paused(bench) == "length", 30)
+    assert shown(bench).unpublished
+    taken(bench, bench.length() - 95)
+    eventually(lambda: unacknowledged(bench) <= 95, 30)
+    written = bench.one("SELECT since FROM public.outbox_pause")
+    first.kill()
+    first.wait()
+    bench.write(1, topic="other")
+    bench.start(**limits)
+    eventually(lambda: bench.length("other") == 1, 30)
+    looked_at(bench)
+    assert (paused(bench), unacknowledged(bench)) == ("length", 95), "between nine tenths and all of the limit"
+    assert bench.one("SELECT since FROM public.outbox_pause") == written
+    assert (shown(bench).paused_seconds or 0) > 0
+    assert "PAUSED (length) for " in command(bench, "status").stdout
+    for _ in range(6):
+        taken(bench, bench.redis.xinfo_groups(bench.key())[0]["lag"] or 0)
+        looked_at(bench)
+    eventually(lambda: paused(bench) is None, 30)
+
+
+def test_a_relay_goes_on_from_the_pause_that_another_one_wrote_down(bench: Bench) -> None:
+    """Also a stand-by that had looked before; and the first one where the other says that it goes on."""
+    bench.transport().open(GROUP, [TOPIC])
+    bench.write(5)
+    stand_by, relay = bench.relay(**LONG), bench.relay(**LONG)
+    drain(stand_by)
+    bench.write(195)
+    drain(relay)
+    relay.run_once()
+    assert paused(bench) == "length"
+    taken(bench, bench.length() - 95)
+    for each in (relay, stand_by, bench.relay(**LONG)):
+        before = published(bench)
+        for _ in range(3):
+            each.run_once()
+        assert (published(bench), paused(bench)) == (before, "length"), "at 95 of 100 none goes on"
+    taken(bench, 95)
+    while paused(bench):
+        stand_by.run_once()
+    relay.run_once()
+    assert relay._streams[TOPIC].paused is None, "it has seen that the other goes on"
+
+
+def test_a_pause_that_cannot_be_written_down_is_a_pause_all_the_same(bench: Bench) -> None:
+    bench.transport().open(GROUP, [TOPIC])
+    bench.write(200)
+    relay = bench.relay(**LONG)
+    bench.db.execute("ALTER TABLE public.outbox_pause ADD CONSTRAINT full_disk CHECK (reason = '')")
+    with pytest.raises(psycopg.errors.CheckViolation):
+        drain(relay)
+    before = published(bench)
+    for _ in range(5):
+        with pytest.raises(psycopg.errors.CheckViolation):
+            drain(relay)
+    assert published(bench) == before
+    bench.db.execute("ALTER TABLE public.outbox_pause DROP CONSTRAINT full_disk")
+    drain(relay)
+    assert (paused(bench), published(bench)) == ("length", before)
+    taken(bench, before)
+    drain(relay)
+    drain(relay)
+    assert published(bench) > before
+
+
+def test_status_says_paused_while_memory_is_short(database_url: str, own_valkey: Callable[..., ValkeyServer]) -> None:
+    server = own_valkey(settings={"maxmemory": "64mb", "maxmemory-policy": "noeviction"})
+    with Bench(database_url, server.url) as bench:
+        fillers: list[str] = []
+
+        def fill(share: float) -> None:
+            """Somebody's keys fill the memory up to so much of it."""
+            rest = int(share * (64 << 20)) - int(bench.redis.info("memory")["used_memory"])
+            for _ in range(abs(rest) >> 20):
+                if rest > 0:
+                    bench.redis.setrange(f"filler {len(fillers)}", (1 << 20) - 1, b"x")
+                    fillers.append(f"filler {len(fillers)}")
+                else:
+                    bench.redis.delete(fillers.pop())
+
+        def looked_again() -> None:
+            """The relay has looked at the memory since."""
+            looks = bench.redis.info("commandstats")["cmdstat_info"]["calls"]
+            eventually(lambda: bench.redis.info("commandstats")["cmdstat_info"]["calls"] >= looks + 12, 30)
+
+        bench.write(1)
+        bench.start(OUTBOX_MAX_MEMORY_SHARE="0.5", OUTBOX_CHECK_SECONDS="0.05")
+        eventually(lambda: bench.length() == 1, 30)
+        assert paused(bench) is None
+        fill(0.55)
+        eventually(lambda: paused(bench) == "memory", 30)
+        bench.write(1)
+        fill(0.475)
+        looked_again()
+        assert (paused(bench), bench.length()) == ("memory", 1), "it waits for a twentieth less"
+        found = status(bench.settings())
+        assert 0.45 < (found.memory_share or 0) < 0.5
+        fill(0.3)
+        eventually(lambda: (paused(bench), bench.length()) == (None, 2), 30)
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_dead_group_is_named_and_goes_by_command_only(bench: Bench) -> None:

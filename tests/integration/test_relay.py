@@ -643,7 +643,8 @@ def test_a_relay_that_may_not_make_partitions_publishes_all_the_same(
         bench.db.execute(f"""
             GRANT SELECT ON public.outbox, public.outbox_default, public.outbox_schema_version TO {role};
             GRANT SELECT, INSERT ON public.outbox_batch, public.outbox_stream, public.outbox_epoch TO {role};
-            GRANT SELECT, INSERT, UPDATE ON public.outbox_group TO {role}
+            GRANT SELECT, INSERT, UPDATE ON public.outbox_group TO {role};
+            GRANT SELECT, INSERT, UPDATE, DELETE ON public.outbox_pause TO {role}
         """)
         bench.write(5)
         parts = urlsplit(bench.database_url)

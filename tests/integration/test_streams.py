@@ -179,7 +179,7 @@ def test_deleting_what_everybody_has_acknowledged_publishes_nothing(bench: Bench
     assert acked(bench) == 2
 
 
-def test_o_41_a_long_stream_is_paused_and_goes_on_by_itself(bench: Bench) -> None:
+def test_a_long_stream_is_paused_and_goes_on_by_itself(bench: Bench) -> None:
     seen: list[Measurement] = []
     relay = looked(bench, batch_rows=10, max_stream_length=50, observer=seen.append)
     group = Group(bench)

@@ -101,7 +101,7 @@ def shape(url: str, name: str) -> list[Any]:
 
 OUTBOX = {
     "outbox", "outbox_default", "outbox_batch", "outbox_stream", "outbox_epoch", "outbox_events", "outbox_group",
-    "outbox_schema_version",
+    "outbox_pause", "outbox_schema_version",
 }  # fmt: skip
 
 
