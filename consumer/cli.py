@@ -17,6 +17,7 @@ import typer
 
 from consumer.doctor import examine
 from consumer.handlers import Consumer
+from consumer.ledger import Ledger
 from consumer.reconcile import Report
 from consumer.reconcile import reconcile as reconciled
 from consumer.settings import ConsumerSettings
@@ -40,7 +41,7 @@ from outbox.cli import (
     stop_on_signals,
     warn_of_unknown_variables,
 )
-from outbox.doctor import TRANSACTION_SECONDS, Limits
+from outbox.doctor import TRANSACTION_SECONDS, Limits, lasting
 from outbox.errors import OutboxError, SettingsError
 from outbox.replay import EVENTS_PER_SECOND, replay_positions
 from outbox.retry import Stop
@@ -59,6 +60,9 @@ app = typer.Typer(
 Schema = Annotated[
     str | None, typer.Option("--schema", help="Schema of the consumer's tables; default: CONSUMER_SCHEMA, else public.")
 ]
+
+#: A consumer that was seen within this time is not gone.
+_GONE_SECONDS = 3600.0
 
 Target = Annotated[str, typer.Argument(metavar="MODULE:NAME", help="The Consumer, e.g. myapp.handlers:wallet.")]
 
@@ -174,6 +178,32 @@ def reconcile(
                 )
     if report.missing or report.extra:
         raise typer.Exit(3)
+
+
+@app.command()
+def forget(
+    name: Annotated[str, typer.Argument(help="The consumer's name, as `consumer doctor` says it.")],
+    schema: Schema = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Keep the ledger no longer for a consumer that is gone for good (see ledger-keeps of `consumer doctor`).
+
+    Its dead letters stay, and what others need. First `outbox drop-group`, so that the outbox keeps nothing for it either.
+    """
+    if not yes:
+        typer.confirm(f"Let the ledger forget what consumer {name} alone needs?", abort=True)
+    settings = _settings(schema)
+    address = settings.database_url.get_secret_value()
+    with schemas.connect(address, "consumer forget", autocommit=True) as connection:
+        schemas.check_revision(connection, "consumer", settings.schema_name)
+        gone, seen = Ledger(name, settings.schema_name).forget_consumer(connection, _GONE_SECONDS)
+    if not gone and seen is not None:
+        raise SettingsError(
+            f"consumer {name!r} was here {lasting(seen)} ago: it is not gone while it was seen within an hour"
+        )
+    if not gone:
+        raise SettingsError(f"schema {settings.schema_name!r} remembers nothing for a consumer {name!r}")
+    typer.echo(f"consumer {name} is forgotten: the ledger keeps nothing for it alone any longer")
 
 
 def _settings(schema: str | None, strict: bool = False) -> ConsumerSettings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import Final
@@ -36,7 +37,7 @@ from outbox.doctor import (
 from outbox.errors import StreamUnusable
 from outbox.store import DatabaseFacts, reading
 from outbox.transport import StreamTransport
-from outbox.transport.base import side_stream, streams_of
+from outbox.transport.base import StreamInfo, side_stream, streams_of
 
 #: What the consumer's role needs, by table; what the handlers write is theirs to know.
 CONSUMING: Final = {
@@ -47,7 +48,8 @@ CONSUMING: Final = {
     "consumer_retention": "SELECT, INSERT, UPDATE, DELETE",
 }
 #: What it needs besides to forget what is old.
-UPKEEP: Final = {"processed_messages_default": "SELECT, DELETE", "entity_versions": "DELETE"}
+UPKEEP: Final = {"processed_messages_default": "SELECT, UPDATE, DELETE", "entity_versions": "DELETE"}
+DEAD_LETTERS: Final = {"dead_letters": "UPDATE, DELETE"}  # where they are not kept for ever
 #: The relay's default: consumers do not know what it is set to.
 _PAUSE_SHARE = 0.8
 
@@ -107,7 +109,8 @@ def _prepared(connection: Connection, settings: ConsumerSettings) -> Iterator[Fi
 
 
 def _ledger(connection: Connection, ledger: Ledger, settings: ConsumerSettings) -> Iterator[Finding]:
-    yield upkeep_rights(connection, ledger.schema, UPKEEP)
+    for_ever = settings.dead_letter_retention_days is None
+    yield upkeep_rights(connection, ledger.schema, UPKEEP if for_ever else UPKEEP | DEAD_LETTERS)
     yield partition_rights(connection, ledger.schema, "processed_messages")
     with reading(connection):
         ahead = ledger.seconds_ahead(connection)
@@ -145,8 +148,8 @@ def _keeps(keeper: Keeper, schema: str) -> Finding:
     if keeper.unseen_seconds >= MARGIN_SECONDS:
         return warning(
             "ledger-keeps", f"{what}, or did when the consumer was last seen, {lasting(keeper.unseen_seconds)} ago",
-            f"Start it. If it is gone for good: outbox drop-group {keeper.consumer}, and delete its rows of "
-            f"{schema}.consumer_retention.",
+            f"Start it. If it is gone for good: outbox drop-group {keeper.consumer}, then consumer forget {keeper.consumer}"
+            f"{'' if schema == 'public' else f' --schema {schema}'}.",
         )  # fmt: skip
     return ok("ledger-keeps", f"{what} (a group lags, see outbox doctor; or a partition is not full yet)")
 
@@ -193,19 +196,22 @@ def _relay(there: StreamTransport, consumer: Consumer, settings: ConsumerSetting
             )  # fmt: skip
         else:
             yield ok("lanes", f"OUTBOX_LANES agrees with the relay about topic {topic}")
-        if theirs.keep_seconds is not None:
-            yield _retention(topic, theirs.keep_seconds, settings.ledger_retention_days)
+        if theirs.remember_seconds is not None:
+            yield _retention(topic, theirs, settings.ledger_retention_days)
 
 
-def _retention(topic: str, keep_seconds: int, days: int) -> Finding:
-    """The ledger must remember for longer than an event can be published again."""
+def _retention(topic: str, theirs: StreamInfo, days: int) -> Finding:
+    """The ledger must remember for longer than an event can come again."""
+    needed = theirs.remember_seconds or 0
+    stays = "a time not known yet" if theirs.stays_seconds is None else lasting(theirs.stays_seconds)
     what = (
-        f"the outbox keeps events of topic {topic} for {lasting(keep_seconds)} (OUTBOX_RETENTION_SECONDS), the ledger "
-        f"remembers for {days} days (CONSUMER_LEDGER_RETENTION_DAYS)"
+        f"the outbox keeps events of topic {topic} for {lasting(theirs.keep_seconds or 0)} (OUTBOX_RETENTION_SECONDS), they stay "
+        f"in the stream for {stays} (OUTBOX_STREAM_KEEP_SECONDS), the ledger remembers for {days} days "
+        "(CONSUMER_LEDGER_RETENTION_DAYS)"
     )
-    if days * 86_400 < keep_seconds + MARGIN_SECONDS:
+    if days * 86_400 < needed:
         return error(
-            "retention", f"{what}: an event published again could be applied again, and the consumer does not start",
-            "Let the ledger remember for a day longer than the outbox keeps.",
+            "retention", f"{what}: an event that comes again could be applied again, and the consumer does not start",
+            f"Let the ledger remember for {math.ceil(needed / 86_400)} days at least, or the other two for less.",
         )  # fmt: skip
     return ok("retention", what)

@@ -15,6 +15,7 @@ Connections are psycopg's, in a transaction that the caller begins and ends. Eve
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -177,7 +178,8 @@ class Ledger:
                            CASE WHEN over THEN r.outbox_since ELSE r.before_since END,
                            CASE WHEN over THEN clock_timestamp() ELSE r.begun_at END
                     FROM (SELECT excluded.outbox_since IS NOT NULL
-                              AND r.begun_at < clock_timestamp() - make_interval(secs => %(margin)s)) AS day (over)
+                              AND r.begun_at < clock_timestamp() - make_interval(secs => (%(margins)s::jsonb ->> r.topic)::bigint)
+                    ) AS period (over)
                 )
         """)
         self._keeper = compose("""
@@ -266,24 +268,25 @@ class Ledger:
     # --- retention ---
 
     def remember(
-        self, connection: Connection, retention_seconds: int, oldest: Mapping[str, int | None], margin_seconds: int
+        self, connection: Connection, retention_seconds: int, oldest: Mapping[str, tuple[int | None, int]]
     ) -> None:
         """Write down what this consumer needs the ledger to remember, for whoever forgets; see `needed_since`.
 
         There may be entries in our streams of events that the outbox has dropped meanwhile: published again for a group
-        that lagged, which has caught up before us. So what the outbox had stays written down for the margin (and up to once
+        that lagged, which has caught up before us. So what the outbox had stays written down for a margin (and up to once
         more that) from when we first saw that it has it no more; we may have been away until then. Locks this consumer's
         rows, in order of the topics; uses the primary key.
 
         Args:
-            oldest: by topic, of all that we read: Unix time at which the oldest event was recorded that the topic's outbox
-                still has; None: not known now, and what was written down before stays.
+            oldest: by topic, of all that we read: Unix time before which no event was recorded that may come again, and
+                the margin in seconds; None: not known now, and what was written down before stays.
         """
         connection.execute(
             self._remember,
             {
                 "consumer": self.consumer, "retention": retention_seconds, "topics": list(oldest),
-                "since": list(oldest.values()), "margin": margin_seconds,
+                "since": [since for since, _ in oldest.values()],
+                "margins": json.dumps({topic: margin for topic, (_, margin) in oldest.items()}),
             },
         )  # fmt: skip
 
@@ -346,6 +349,42 @@ class Ledger:
                 (before, limit),
             ).rowcount
         return deleted
+
+    def delete_dead(self, connection: Connection, before: datetime, days: int, limit: int) -> int:
+        """Delete up to `limit` of this consumer's dead letters that are older than so many days, and were put aside `before`
+        then, so that none goes before its ledger row may (see `needed_since`). Walks dead_letters_time; locks only these
+        rows, and passes over those that somebody works with."""
+        table = sql.Identifier(self.schema, "dead_letters")
+        return connection.execute(
+            sql.SQL("""
+            DELETE FROM {table} WHERE id = ANY (ARRAY(
+                SELECT id FROM {table}
+                WHERE consumer = %s AND created_at < least(%s, clock_timestamp() - make_interval(days => %s))
+                ORDER BY created_at LIMIT %s FOR UPDATE SKIP LOCKED))
+            """).format(table=table),
+            (self.consumer, before, days, limit),
+        ).rowcount
+
+    def forget_consumer(self, connection: Connection, unseen_seconds: float) -> tuple[int, float | None]:
+        """Keep nothing for this consumer any longer that others can do without, unless a process of it was there within
+        `unseen_seconds`. Returns how many of its rows of consumer_retention are gone, and how many seconds ago it was seen if
+        they are not. Uses the primary key."""
+        table = sql.Identifier(self.schema, "consumer_retention")
+        gone = connection.execute(
+            sql.SQL("""
+            DELETE FROM {table} WHERE consumer = %(consumer)s AND NOT EXISTS (
+                SELECT FROM {table} WHERE consumer = %(consumer)s
+                AND seen_at >= clock_timestamp() - make_interval(secs => %(unseen)s))
+            """).format(table=table),
+            {"consumer": self.consumer, "unseen": unseen_seconds},
+        ).rowcount
+        row = connection.execute(
+            sql.SQL(
+                "SELECT extract(epoch FROM clock_timestamp() - max(seen_at))::float8 FROM {} WHERE consumer = %s"
+            ).format(table),
+            (self.consumer,),
+        ).fetchone()
+        return gone, row[0] if row else None
 
     def processed(self, connection: Connection, since: datetime) -> Iterator[tuple[uuid.UUID, str]]:
         """Ids and outcomes of what was processed since then, in order of the ids; streamed, in a transaction. Walks the

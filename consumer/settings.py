@@ -38,10 +38,14 @@ class ConsumerSettings(Settings):
     #: only from 1.22 on, with ``max_prepared_statements``; else it is refused at the start. Default: never.
     prepare_threshold: int | None = Field(default=None, ge=0, le=1000)
     #: Days for which the ledger remembers what was processed, and versions of keys that do not change. Longer than the
-    #: outbox keeps events (``OUTBOX_RETENTION_SECONDS``) by a day at least, or an event published again could be applied
-    #: again; that is seen to at the start. It remembers longer where the outbox still has older events (a group lags), or
+    #: outbox keeps events (``OUTBOX_RETENTION_SECONDS``) by a day at least, and by an hour more than they stay in the stream
+    #: then (``OUTBOX_STREAM_KEEP_SECONDS``), or an event that comes again could be applied again; that is seen to at the
+    #: start. It remembers longer where the outbox still has older events (a group lags), or
     #: another consumer of the schema is set to more. Default 30.
     ledger_retention_days: int = Field(default=30, ge=1, le=3650)
+    #: Days for which dead letters are kept: at least as long as the ledger remembers, so that what is put aside is never
+    #: known as done without being there. What is deleted was not applied, and cannot be any more. Default: for ever.
+    dead_letter_retention_days: int | None = Field(default=None, ge=1, le=36_500)
     #: Days that one partition of the ledger holds, and partitions kept ahead of the clock. Defaults 7 and 4.
     ledger_partition_days: int = Field(default=7, ge=1, le=365)
     ledger_partitions_ahead: int = Field(default=4, ge=1, le=100)
@@ -49,3 +53,10 @@ class ConsumerSettings(Settings):
     def model_post_init(self, _context: Any) -> None:
         if self.check_seconds > self.claim_seconds and "check_seconds" in self.model_fields_set:
             raise SettingsError("CONSUMER_CHECK_SECONDS must not be longer than CONSUMER_CLAIM_SECONDS")
+        letters = self.dead_letter_retention_days
+        if letters is not None and letters < self.ledger_retention_days:
+            raise SettingsError(
+                f"CONSUMER_DEAD_LETTER_RETENTION_DAYS is {letters}, CONSUMER_LEDGER_RETENTION_DAYS "
+                f"{self.ledger_retention_days}: dead letters must be kept for at least as long as the ledger remembers that "
+                "they were put aside"
+            )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import socket
@@ -31,7 +32,7 @@ from outbox.errors import GroupLost, SettingsError, StreamUnusable, TransportErr
 from outbox.retry import Stop, database_away, until_done
 from outbox.telemetry import Claimed, Observer, Outcomes, guarded
 from outbox.transport import Delivery, StreamTransport, Transport
-from outbox.transport.base import side_stream, streams_of
+from outbox.transport.base import StreamInfo, side_stream, streams_of
 
 _log = logging.getLogger(__name__)
 
@@ -40,8 +41,10 @@ _PARTITION_SECONDS = 60.0
 _LANES_SECONDS = 10.0
 #: Rows of the ledger deleted at a time, once a minute.
 _DELETED = 5000
+#: And dead letters, each of which may have a megabyte.
+_DEAD_DELETED = 500
 _SIDE_SECONDS = 60.0
-#: By how much longer the ledger must remember than the outbox keeps: the time that an event may be in a stream, and tried.
+#: How long before the oldest event that may come again rows of the ledger stay, for clocks that differ.
 MARGIN_SECONDS = _DAY
 #: How often names are looked for that processes left in the group, and after how long idle they are taken for left.
 _NAMES_SECONDS = 60.0
@@ -319,25 +322,26 @@ class Worker:
                 except StreamUnusable:
                     continue
                 theirs = info.lanes
-                self._check_retention(info.keep_seconds)
+                self._check_retention(info)
                 if theirs is not None and theirs != ours and stream in streams_of(topic, theirs):
                     raise SettingsError(
                         f"OUTBOX_LANES: the relay spreads topic {topic} over {theirs} lanes, this consumer reads {ours}; "
                         "set the same for both"
                     )
 
-    def _check_retention(self, keep_seconds: int | None) -> None:
+    def _check_retention(self, info: StreamInfo) -> None:
         """See that the ledger remembers longer than an event can come again: from the outbox, and then in the stream.
 
         Raises:
             SettingsError: it does not.
         """
-        remembered = self._settings.ledger_retention_days * _DAY
-        if keep_seconds is not None and remembered < keep_seconds + MARGIN_SECONDS:
+        needed = info.remember_seconds
+        if needed is not None and self._settings.ledger_retention_days * _DAY < needed:
             raise SettingsError(
                 f"CONSUMER_LEDGER_RETENTION_DAYS is {self._settings.ledger_retention_days}, but the relay's "
-                f"OUTBOX_RETENTION_SECONDS is {keep_seconds} ({keep_seconds / 86_400:.1f} days): an event published again "
-                "could be applied again. The ledger must remember for a day longer than the outbox keeps"
+                f"OUTBOX_RETENTION_SECONDS is {info.keep_seconds} and its OUTBOX_STREAM_KEEP_SECONDS "
+                f"{info.stays_seconds or 0}: an event that comes again could be applied again. The ledger must remember for a "
+                f"day longer than the outbox keeps, and an hour longer than both together: {math.ceil(needed / _DAY)} days"
             )
 
     def _forget_names(self, names: Sequence[str] = ()) -> None:
@@ -428,40 +432,42 @@ class Worker:
         Raises:
             SettingsError: see `_check_retention`; nothing is said or forgotten then.
         """
-        oldest = {topic: self._oldest_event(topic) for topic in self._consumer.topics}
+        left = {topic: self._left_by_relay(topic) for topic in self._consumer.topics}
+        oldest = {topic: (info.oldest, info.margin_seconds) for topic, info in left.items()}
 
         def work(raw: psycopg.Connection[Any]) -> None:
-            self._ledger.remember(raw, self._settings.ledger_retention_days * _DAY, oldest, MARGIN_SECONDS)
-            if any(since is not None for since in oldest.values()):
+            self._ledger.remember(raw, self._settings.ledger_retention_days * _DAY, oldest)
+            if any(since is not None for since, _ in oldest.values()):
                 self._forget_old(raw)
 
         self._on_ledger(work)
 
-    def _oldest_event(self, topic: str) -> int | None:
-        """Unix time at which the oldest event was recorded that the topic's outbox still has; None: no relay has said it."""
+    def _left_by_relay(self, topic: str) -> StreamInfo:
+        """What the relay left about the age of the topic's events; nothing: no relay has said it."""
         for stream in streams_of(topic, self._settings.lanes.get(topic, 1)):
             with contextlib.suppress(StreamUnusable):
                 info = self._transport.info(stream)
-                self._check_retention(info.keep_seconds)
+                self._check_retention(info)
                 if info.oldest is not None:
-                    return info.oldest
-        return None
+                    return info
+        return StreamInfo(None)
 
     def _forget_old(self, raw: psycopg.Connection[Any]) -> None:
         """Forget what no consumer of the schema needs any longer; a bounded amount of work."""
+        letters, days = 0, self._settings.dead_letter_retention_days
         try:
             before = self._ledger.needed_since(raw, MARGIN_SECONDS)
             name, rows = self._ledger.drop_partition(raw, before), self._ledger.delete_old(raw, before, _DELETED)
+            if days is not None:
+                letters = self._ledger.delete_dead(raw, before, days, _DEAD_DELETED)
         except psycopg.errors.InsufficientPrivilege as error:
             _log.debug("the ledger keeps what is old: %s", error)
             return
-        if name or rows:
+        if name or rows or letters:
             _log.info(
-                "dropped %s of the ledger and %d old rows",
-                name or "no partition",
-                rows,
-                extra={"action": "dropped_old"},
-            )
+                "dropped %s of the ledger, %d old rows and %d dead letters", name or "no partition", rows, letters,
+                extra={"action": "dropped_old", "dead_letters": letters},
+            )  # fmt: skip
 
     def _trim_side_streams(self) -> None:
         """What was published again for us alone is ours to trim."""

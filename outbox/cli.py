@@ -109,7 +109,7 @@ def relay(schema: Schema = None, strict: StrictStart = False, log_level: LogLeve
     configure_logging(log_level)
     settings = _settings(schema, strict)
     running = Relay(settings)
-    with started(running.stop, lambda: examine(settings), strict=settings.strict):
+    with started(running.stop, lambda: examine(settings, None, _consumer_schema()), strict=settings.strict):
         logging.getLogger("outbox").info("relay started", extra={"action": "relay_started"})
         running.run()
     logging.getLogger("outbox").info("relay stopped", extra={"action": "relay_stopped"})
@@ -126,7 +126,7 @@ def doctor(
 
     Exit code: 0 no errors, 1 errors, 2 with --strict warnings.
     """
-    findings = examine(_settings(schema), Limits(transaction_seconds=transaction_seconds))
+    findings = examine(_settings(schema), Limits(transaction_seconds=transaction_seconds), _consumer_schema())
     report(findings, as_json=as_json, strict=strict)
 
 
@@ -136,7 +136,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show how things stand: backlog, streams, groups, and what is paused and why. Changes nothing."""
-    found = operations.status(_settings(schema), check_schema(os.environ.get("CONSUMER_SCHEMA") or "public"))
+    found = operations.status(_settings(schema), _consumer_schema())
     typer.echo(json.dumps(asdict(found), indent=2) if as_json else "\n".join(_lines(found)))
 
 
@@ -262,6 +262,11 @@ def _instant(option: str, text: str | None) -> datetime | None:
         return datetime.fromisoformat(text)
     except ValueError:
         raise SettingsError(f"{option}: is not a time like 2026-01-31T12:00:00+03:00") from None
+
+
+def _consumer_schema() -> str:
+    """Where the consumers' tables are, if they are in the same database."""
+    return check_schema(os.environ.get("CONSUMER_SCHEMA") or "public")
 
 
 def _settings(schema: str | None, strict: bool = False) -> RelaySettings:

@@ -6,6 +6,7 @@ stays the same, and docs/reference/doctor.md explains each. What concerns the se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ from outbox.store import (
     reading,
     unused_slots,
 )
-from outbox.transport.base import ServerFacts, topic_of
+from outbox.transport.base import ServerFacts, StreamInfo, topic_of
 from outbox.transport.stream import StreamTransport
 
 T = TypeVar("T")
@@ -53,7 +54,7 @@ PUBLISHING: Final = {
 #: What it needs besides for retention, for removing a group, and after a restore into another cluster.
 UPKEEP: Final = {
     "outbox": "UPDATE",
-    "outbox_default": "SELECT, DELETE",
+    "outbox_default": "SELECT, UPDATE, DELETE",
     "outbox_batch": "DELETE",
     "outbox_stream": "DELETE",
     "outbox_group": "DELETE",
@@ -197,14 +198,18 @@ class Examination:
         return all(finding.level != "error" for finding in self.findings[before:])
 
 
-def examine(settings: RelaySettings, limits: Limits | None = None) -> list[Finding]:
-    """Look at everything that the relay needs. Changes nothing, and raises nothing for a server that is down."""
+def examine(settings: RelaySettings, limits: Limits | None = None, consumer_schema: str = "public") -> list[Finding]:
+    """Look at everything that the relay needs. Changes nothing, and raises nothing for a server that is down.
+
+    Args:
+        consumer_schema: where the consumers' tables are, if they are in the same database.
+    """
     seen, limits = Examination(), limits or Limits()
     known = _Known()
     connection = seen.ask(lambda: connect(settings, "outbox doctor"))
     if connection is not None:
         with closing(connection):
-            _look_into_database(seen, connection, settings, limits, known)
+            _look_into_database(seen, connection, settings, limits, known, consumer_schema)
     with closing(transport(settings)) as there:
         servers = facts_of(seen, there)
         if servers:
@@ -225,7 +230,12 @@ class _Known:
 
 
 def _look_into_database(
-    seen: Examination, connection: Connection, settings: RelaySettings, limits: Limits, known: _Known
+    seen: Examination,
+    connection: Connection,
+    settings: RelaySettings,
+    limits: Limits,
+    known: _Known,
+    consumer_schema: str,
 ) -> None:
     store = Store(settings.schema_name)
     known.facts = seen.facts(connection, settings)
@@ -238,6 +248,7 @@ def _look_into_database(
     if not seen.add(tables(connection, "outbox", settings.schema_name, PUBLISHING)):
         return
     seen.add(_outbox(connection, store, settings, known))
+    seen.add(_retention(connection, store, settings, {topic_of(stream) for stream in known.streams}, consumer_schema))
 
 
 def connect(settings: Settings, application: str) -> Connection:
@@ -429,6 +440,31 @@ def _outbox(connection: Connection, store: Store, settings: RelaySettings, known
         heads, known.progress = store.heads(connection), store.progress(connection)
     known.streams = [head.stream for head in heads]
     yield from _lanes(heads, settings)
+
+
+def _retention(
+    connection: Connection, store: Store, settings: RelaySettings, topics: set[str], consumer_schema: str
+) -> Iterator[Finding]:
+    """Ledgers must remember for longer than an event can come again."""
+    stays = math.ceil(settings.stream_keep_seconds)
+    needed = StreamInfo(None, settings.retention_seconds, None, stays).remember_seconds or 0
+    with reading(connection):
+        ledgers = [found for found in store.ledgers(connection, consumer_schema) or () if found[1] in topics]
+    what = (
+        f"events are kept for {lasting(settings.retention_seconds)} (OUTBOX_RETENTION_SECONDS) and stay in streams for "
+        f"{lasting(stays)} (OUTBOX_STREAM_KEEP_SECONDS): ledgers must remember for {math.ceil(needed / 86_400)} days "
+        "(CONSUMER_LEDGER_RETENTION_DAYS)"
+    )
+    short = [(consumer, seconds) for consumer, _, seconds in ledgers if seconds < needed]
+    for consumer, seconds in dict.fromkeys(short):
+        yield error(
+            "retention", f"{what}, that of consumer {consumer} does for {lasting(seconds)}: an event that comes again could be "
+            "applied again, and the consumer stops",
+            "Let it remember for longer first, or lower the other two.",
+        )  # fmt: skip
+    if not short:
+        seen = len({consumer for consumer, _, _ in ledgers})
+        yield ok("retention", f"{what}; those of {seen} consumers in this database do" if seen else what)
 
 
 def _partitions(connection: Connection, store: Store, settings: RelaySettings) -> Iterator[Finding]:

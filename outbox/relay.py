@@ -587,21 +587,22 @@ class Relay:
         """
         connection, until = self._connect(), time.monotonic() + _CATCH_UP_SECONDS
         if not self._unseen:
-            self._unseen = list(self._streams)
-            self._streams.leave_age(connection)
+            self._unseen = self._streams.leave_age(connection)
             self._streams.load_groups(connection)
         while self._unseen:
-            name = self._unseen.pop()
-            if stream := self._streams.get(name):
-                self._look_after(connection, name, stream, counts)
+            self._look_after(connection, self._unseen.pop(), counts)
             if time.monotonic() >= until or self._stopping.is_set():
                 break
         if not self._unseen:
             self._groups_due = time.monotonic() + self._settings.trim_seconds
             self._streams.load_groups(connection)
 
-    def _look_after(self, connection: Connection, name: str, stream: Stream, counts: Counts) -> None:
+    def _look_after(self, connection: Connection, name: str, counts: Counts) -> None:
+        stream = self._streams.get(name)
         try:
+            if stream is None:
+                self._streams.trim_idle(connection, name)
+                return
             missing = self._streams.inspect(connection, name, self._epoch, self._timeline)
         except TransportUnavailable:
             raise

@@ -602,14 +602,21 @@ class Store:
         """By stream and group: deliveries put aside, where the consumers' tables are in this database too, in `schema`;
         None: they are not, or not for our role. Reads the whole table."""
         table = sql.Identifier(schema, "dead_letters")
-        known = "SELECT has_table_privilege(to_regclass(%s), 'SELECT')"
-        row = connection.execute(known, (table.as_string(connection),)).fetchone()
-        if not row or not row[0]:
+        if not _readable(connection, table):
             return None
         rows = connection.execute(
             sql.SQL("SELECT stream, consumer, count(*) FROM {} GROUP BY stream, consumer").format(table)
         )
         return {(stream, consumer): number for stream, consumer, number in rows}
+
+    def ledgers(self, connection: Connection, schema: str) -> list[tuple[str, str, int]] | None:
+        """Consumer, topic, and for how many seconds its ledger is set to remember, where the consumers' tables are in this
+        database too, in `schema`; None: they are not, or not for our role. Reads the whole table: a row a topic."""
+        table = sql.Identifier(schema, "consumer_retention")
+        if not _readable(connection, table):
+            return None
+        query = sql.SQL("SELECT consumer, topic, retention_seconds FROM {} ORDER BY consumer, topic").format(table)
+        return connection.execute(query).fetchall()
 
     def group_ages(self, connection: Connection) -> dict[tuple[str, str], float]:
         """By stream and group: seconds since `acked` last moved."""
@@ -821,6 +828,13 @@ class Store:
         ).fetchone()
         assert row is not None
         return int(row[0])
+
+
+def _readable(connection: Connection, table: sql.Identifier) -> bool:
+    """Whether the table is there, and our role may read it."""
+    known = "SELECT has_table_privilege(to_regclass(%s), 'SELECT')"
+    row = connection.execute(known, (table.as_string(connection),)).fetchone()
+    return bool(row and row[0])
 
 
 @lru_cache(maxsize=256)

@@ -10,6 +10,7 @@ What could not be written down yet is written before anything else, and counts m
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from outbox.settings import RelaySettings
 from outbox.store import Connection, Group, Store, StreamHead
 from outbox.telemetry import Measurement, StreamPaused, Trimmed
 from outbox.transport import Marker, Part, Transport
-from outbox.transport.base import batch_number, topic_of
+from outbox.transport.base import StreamState, batch_number, topic_of
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class Streams(dict[str, Stream]):
         self._settings, self._store, self._transport, self._observe = settings, store, transport, observe
         self._memory_full = False
         self._bytes = 0  # published since the memory was looked at
+        self._trimmed: dict[str, bool] = {}  # whether what everybody has acknowledged goes, when it was last looked at
         self._unwritten: dict[str, str | None] = {}  # pauses that are not written down as they are
 
     def load(self, connection: Connection) -> None:
@@ -133,11 +135,39 @@ class Streams(dict[str, Stream]):
             self._store.write_pauses(connection, self._unwritten)
             self._unwritten = {}
 
-    def leave_age(self, connection: Connection) -> None:
-        """Leave beside every stream, also one whose batches are all dropped, when the oldest event that may be published
-        again was recorded: what consumers must not forget."""
-        streams = {*self, *(group.stream for group in self._store.groups(connection))}
-        self._transport.leave(sorted(streams), self._settings.retention_seconds, self._store.oldest(connection))
+    def leave_age(self, connection: Connection) -> list[str]:
+        """Leave beside every stream, also one whose batches are all dropped, since when events were recorded that may come
+        again, to a group that is made anew: what consumers must not forget. They come from the outbox, or may have come from
+        it just before it dropped them, and stayed in the stream. While a stream is not trimmed (a group is missing), what
+        was left there stays.
+
+        Returns:
+            The streams.
+        """
+        streams = sorted({*self, *(group.stream for group in self._store.groups(connection))})
+        keep, stays = self._settings.retention_seconds, math.ceil(self._settings.stream_keep_seconds)
+        oldest = self._store.oldest(connection) - stays
+        for trimmed in (True, False):
+            some = [name for name in streams if self._trimmed.get(name, False) == trimmed]
+            self._transport.leave(some, keep, oldest if trimmed else None, stays)
+        return streams
+
+    def trim_idle(self, connection: Connection, name: str) -> None:
+        """Trim a stream of which no batch is left; what it has was published again, or stays for longer than the outbox.
+
+        Raises:
+            TransportError: it cannot be looked at.
+        """
+        declared = [group.name for group in self._store.groups(connection) if group.stream == name]
+        self._look(name, declared, self._settings.stream_keep_seconds)
+
+    def _look(self, name: str, declared: list[str], keep_seconds: float) -> StreamState:
+        state = self._transport.inspect(name, groups=declared, keep_seconds=keep_seconds)
+        there = {group.name for group in state.groups}
+        self._trimmed[name] = not state.length or (bool(there) and there.issuperset(declared))
+        if state.trimmed:
+            self._observe(Trimmed(name, state.trimmed))
+        return state
 
     def inspect(self, connection: Connection, name: str, epoch: int, timeline: int | None) -> int:
         """Look how far the groups of a stream are, write it down, and trim what all of them have acknowledged.
@@ -154,9 +184,7 @@ class Streams(dict[str, Stream]):
         stream = self[name]
         # Where room is short, nothing acknowledged stays; it may be that ids lie in the future and never get old.
         keep = 0 if stream.paused else self._settings.stream_keep_seconds
-        state = self._transport.inspect(name, groups=list(stream.acked), keep_seconds=keep)
-        if state.trimmed:
-            self._observe(Trimmed(name, state.trimmed))
+        state = self._look(name, list(stream.acked), keep)
         stream.length, stream.inspected = state.length, True
         ours: set[str] = set()
         if state.marker and state.marker.epoch == epoch and not state.missing:

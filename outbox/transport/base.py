@@ -162,7 +162,8 @@ class StreamInfo:
     Attributes:
         lanes: lanes of the topic.
         keep_seconds: how long the outbox is set to keep events.
-        oldest: when the oldest event was recorded that the outbox still has, in seconds of Unix time: see `Transport.leave`.
+        oldest: Unix time before which no event was recorded that may come again: see `Transport.leave`.
+        stays_seconds: how long entries are set to stay in the stream that every group has acknowledged.
         replayed: a number that is another one whenever the stream was lost or restarted, and how many parts were appended
             (`Part.append`) since; None: there was none.
     """
@@ -170,7 +171,20 @@ class StreamInfo:
     lanes: int | None
     keep_seconds: int | None = None
     oldest: int | None = None
+    stays_seconds: int | None = None
     replayed: tuple[int, int] | None = None
+
+    @property
+    def margin_seconds(self) -> int:
+        """By how much longer a ledger must remember than the outbox keeps: an event may be published again just before the
+        outbox drops it, stay in the stream for a group that is made anew, and then be tried. A day, and an hour of it for
+        trying and for clocks that differ."""
+        return max(86_400, (self.stays_seconds or 0) + 3600)
+
+    @property
+    def remember_seconds(self) -> int | None:
+        """How long a ledger must remember; None: the relay has not been there."""
+        return None if self.keep_seconds is None else self.keep_seconds + self.margin_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,10 +307,11 @@ class Transport(Protocol):
     def drop_group(self, group: str, stream: str) -> None:
         """Remove a group for good, with what is pending in it."""
 
-    def leave(self, streams: Sequence[str], keep_seconds: int, oldest: int) -> None:
-        """Leave beside the streams, whether they are there or not, how long the outbox keeps events (see `StreamInfo`).
+    def leave(self, streams: Sequence[str], keep_seconds: int, oldest: int | None, stays_seconds: int = 0) -> None:
+        """Leave beside the streams, whether they are there or not, how long events are kept (see `StreamInfo`).
 
-        Where it is refused, what was left before stays: an older `oldest`, so that consumers remember for longer.
+        Where it is refused, and where `oldest` is None, what was left before stays: an older `oldest`, so that consumers
+        remember for longer.
         """
 
     def info(self, stream: str) -> StreamInfo:

@@ -32,17 +32,25 @@ local function batch_from(start)  -- the batch that the first entry from `start`
   end
 end
 
+local function after(id)  -- the id that follows; with numbers too long for Lua the same one, so that its entry stays
+  local time, number = string.match(id, '^(%d+)-(%d+)$')
+  return #number > 15 and id or time .. '-' .. string.format('%d', number + 1)
+end
+
 local groups, names, limit = {}, {}, false
 if ARGV[1] ~= '' then
   local now = call('TIME')
-  limit = string.format('%d-0', math.max(now[1] * 1000 + math.floor(now[2] / 1000) - ARGV[1], 0))
-  if ARGV[1] == '0' then limit = '18446744073709551615-0' end  -- ids may be in the future: a clock that was set back
+  local time = now[1] * 1000 + math.floor(now[2] / 1000)
+  limit = string.format('%d-0', math.max(time - ARGV[1], 0))
+  -- Ids in the future (a clock that was set back) tell no age, and would stay for longer than ledgers remember them.
+  local future = earlier(string.format('%d-0', time + 60000), there['last-generated-id'])
+  if ARGV[1] == '0' or future then limit = '18446744073709551615-0' end
 end
 for _, info in ipairs(call('XINFO', 'GROUPS', KEYS[1])) do
   local group = named(info)
   local delivered, oldest = group['last-delivered-id'], ''
   local undelivered, in_it = batch_from('(' .. delivered)
-  local needed, keep = undelivered, delivered
+  local needed, keep = undelivered, after(delivered)
   if group['pending'] > 0 then
     oldest = call('XPENDING', KEYS[1], group['name'])[2]
     needed, keep = batch_from(oldest), oldest
@@ -62,7 +70,8 @@ end
 
 local trimmed = 0
 if limit and #groups > 0 then
-  trimmed = call('XTRIM', KEYS[1], 'MINID', limit)
+  -- Exactly: else the last hundred entries of an idle stream would stay for longer than ledgers remember them.
+  trimmed = call('XTRIM', KEYS[1], 'MINID', '=', limit)
   if trimmed > 0 and absent and type(redis.pcall('HINCRBY', KEYS[2], 'absent', trimmed)) == 'table' then
     call('HDEL', KEYS[2], 'absent')
     absent = nil

@@ -7,7 +7,8 @@
 --            added   the stream's entries-added after that batch
 --            lanes   number of lanes of the topic
 --            keep    seconds for which the outbox keeps events, for consumers to compare with their ledger's
---            oldest  Unix time of the oldest event that the outbox still has (see leave in stream.py)
+--            stays   seconds for which entries stay that every group has acknowledged
+--            oldest  Unix time before which no event was recorded that may come again (see leave in base.py)
 --            since   id of the first entry after the marker's last restart: from there on batches are numbered upwards
 --            absent  entries-added minus length at that restart, plus what we trimmed since
 --            replayed  when the first entries of no batch were added since then, in microseconds of Unix time, and how often

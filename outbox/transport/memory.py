@@ -178,11 +178,14 @@ class MemoryTransport:
             if stream in self._streams:
                 self._streams[stream].groups.pop(group, None)
 
-    def leave(self, streams: Sequence[str], keep_seconds: int, oldest: int) -> None:
+    def leave(self, streams: Sequence[str], keep_seconds: int, oldest: int | None, stays_seconds: int = 0) -> None:
         with self._changed:
             for name in streams:
                 stream = self._streams.setdefault(name, _Stream())
-                stream.info = replace(stream.info, keep_seconds=keep_seconds, oldest=oldest)
+                stream.info = replace(
+                    stream.info, keep_seconds=keep_seconds, stays_seconds=stays_seconds,
+                    oldest=stream.info.oldest if oldest is None else oldest,
+                )  # fmt: skip
 
     def info(self, stream: str) -> StreamInfo:
         with self._changed:

@@ -259,18 +259,17 @@ class StreamTransport:
             replies[n] = reply
         return [*replies, *again[len(unknown) :]]
 
-    def leave(self, streams: Sequence[str], keep_seconds: int, oldest: int) -> None:
-        self._pipeline([
-            (stream, (b"HSET", f"{self._key(stream)}:relay", "keep", keep_seconds, "oldest", oldest)) for stream in streams
-        ])  # fmt: skip
+    def leave(self, streams: Sequence[str], keep_seconds: int, oldest: int | None, stays_seconds: int = 0) -> None:
+        fields = ("keep", keep_seconds, "stays", stays_seconds, *(() if oldest is None else ("oldest", oldest)))
+        self._pipeline([(stream, (b"HSET", f"{self._key(stream)}:relay", *fields)) for stream in streams])
 
     def info(self, stream: str) -> StreamInfo:
-        found = self._command(stream, b"HMGET", f"{self._key(stream)}:relay", "lanes", "keep", "oldest", "replayed")
-        lanes, keep, oldest = (
-            int(value) if value and value.isdigit() and len(value) <= 12 else None for value in found[:3]
+        found = self._command(stream, b"HMGET", f"{self._key(stream)}:relay", "lanes", "keep", "oldest", "stays", "replayed")
+        lanes, keep, oldest, stays = (
+            int(value) if value and value.isdigit() and len(value) <= 12 else None for value in found[:4]
         )
-        replayed = _REPLAYED.fullmatch(found[3] or b"")
-        return StreamInfo(lanes, keep, oldest, (int(replayed[1]), int(replayed[2])) if replayed else None)
+        replayed = _REPLAYED.fullmatch(found[4] or b"")
+        return StreamInfo(lanes, keep, oldest, stays, (int(replayed[1]), int(replayed[2])) if replayed else None)
 
     # --- the consumer's side ---
 

@@ -95,7 +95,7 @@ def _clean(bench: Bench, stop: Stop) -> None:
             if newest := store.newest(connection):
                 drop_old(store, connection, newest.rest, newest.seq, 0)
             ledger.make_partitions(connection, 7, 4)
-            ledger.remember(connection, 86_400, {"b": int(time.time()), "a": None}, 0)
+            ledger.remember(connection, 86_400, {"b": (int(time.time()), 0), "a": (None, 0)})
             before = ledger.needed_since(connection, 0)
             ledger.drop_partition(connection, before)
             ledger.delete_old(connection, before, 1000)

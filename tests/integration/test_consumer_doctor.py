@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
@@ -15,6 +17,7 @@ import pytest
 
 from consumer import doctor
 from consumer.doctor import examine
+from consumer.ledger import Ledger
 from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
 from outbox import schema
@@ -117,6 +120,19 @@ def test_a_role_without_rights(bench: Bench) -> None:
         consume(bench, database_url=url)
         assert bench.one("SELECT count(*) FROM public.processed_messages") == 3, "these rights are enough"
         assert seen(bench, "dead-letters", database_url=url).what.startswith("1 deliveries are put aside")
+        for table, rights in doctor.UPKEEP.items():
+            bench.db.execute(f"GRANT {rights} ON public.{table} TO {role}")
+        assert seen(bench, "upkeep-rights", database_url=url).level == "ok"
+        found = seen(bench, "upkeep-rights", database_url=url, dead_letter_retention_days=30)
+        assert found.level == "warning"
+        assert {"UPDATE on dead_letters", "DELETE on dead_letters"} == set(re.findall(r"\w+ on \w+", found.what))
+        bench.db.execute(f"GRANT UPDATE, DELETE ON public.dead_letters TO {role}")
+        assert seen(bench, "upkeep-rights", database_url=url, dead_letter_retention_days=30).level == "ok"
+        with bench.connect(autocommit=True) as connection:
+            connection.execute(f"SET ROLE {role}")
+            some, later = Ledger(ledger.name), datetime.now(UTC) + timedelta(days=1)
+            assert some.delete_old(connection, later, 10) > 0, "these rights are enough"
+            assert some.delete_dead(connection, later, 0, 10) == 1
     finally:
         bench.db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
 
@@ -140,7 +156,7 @@ def test_whom_the_ledger_remembers_for(bench: Bench) -> None:
     bench.db.execute("UPDATE public.consumer_retention SET seen_at = now() - interval '3 days'")
     found = seen(bench, "ledger-keeps")
     assert (found.level, "last seen, 3 days ago" in found.what) == ("warning", True)
-    assert "outbox drop-group ledger" in found.do
+    assert "outbox drop-group ledger, then consumer forget ledger." in found.do
 
 
 def test_dead_letters_are_counted_by_reason(bench: Bench) -> None:
@@ -165,10 +181,15 @@ def test_groups_and_what_the_relay_left(bench: Bench) -> None:
     assert seen(bench, "lanes").level == "ok"
     found = seen(bench, "retention", ledger_retention_days=4)
     assert found.level == "ok"
-    assert (
-        f"events of topic {TOPIC} for 3 days (OUTBOX_RETENTION_SECONDS), the ledger remembers for 4 days" in found.what
-    )
+    assert f"events of topic {TOPIC} for 3 days (OUTBOX_RETENTION_SECONDS)" in found.what
+    assert "the ledger remembers for 4 days" in found.what
     assert seen(bench, "retention", ledger_retention_days=3).level == "error"
+    bench.transport().leave([TOPIC], 3 * 86_400, None, 2 * 86_400)
+    found = seen(bench, "retention", ledger_retention_days=5)
+    assert (found.level, "for 2 days (OUTBOX_STREAM_KEEP_SECONDS)" in found.what) == ("error", True)
+    assert "for 6 days at least" in found.do
+    assert seen(bench, "retention", ledger_retention_days=6).level == "ok"
+    bench.transport().leave([TOPIC], 3 * 86_400, None, 60)
     with pytest.raises(SettingsError, match="CONSUMER_LEDGER_RETENTION_DAYS is 3"):
         consume(bench, ledger_retention_days=3)
     consume(bench)

@@ -23,7 +23,7 @@ from outbox import doctor, schema
 from outbox.doctor import Finding, Limits, examine
 from outbox.embedded import PostgresServer, ValkeyServer
 from outbox.settings import RelaySettings
-from outbox.store import DatabaseFacts, reading
+from outbox.store import BEGINNING, DatabaseFacts, Store, Window, reading
 from outbox.transport import StreamTransport
 from outbox.transport.base import ServerFacts
 from outbox.transport.stream import _PROBES, _name_of
@@ -234,6 +234,10 @@ def test_a_role_without_rights(bench: Bench) -> None:
         relay.close()
         for table, rights in doctor.UPKEEP.items():
             bench.db.execute(f"GRANT {rights} ON public.{table} TO {role}")
+        with bench.connect(autocommit=True) as connection:
+            connection.execute(f"SET ROLE {role}")
+            everything = Window(BEGINNING, bench.one("SELECT pg_current_snapshot()::text"), 0, False)
+            assert Store().delete_from_default(connection, everything, 0, 10) == 1, "these rights are enough"
         for table in ("outbox", "outbox_default"):
             bench.db.execute(f"ALTER TABLE public.{table} OWNER TO {role}")
         bench.db.execute(f"GRANT pg_read_all_stats TO {role}; GRANT CREATE ON SCHEMA public TO {role}")
@@ -301,6 +305,26 @@ def test_lanes_that_do_not_agree(bench: Bench) -> None:
     found = seen(bench, "lanes", lanes={TOPIC: 2})
     assert found.level == "error"
     assert TOPIC in found.what
+
+
+def test_how_long_ledgers_must_remember(bench: Bench) -> None:
+    found = seen(bench, "retention")
+    assert found.level == "ok"
+    assert found.what.endswith("ledgers must remember for 8 days (CONSUMER_LEDGER_RETENTION_DAYS)")
+    bench.write(1)
+    bench.write(1, topic="other")
+    drain(bench.relay())
+    bench.db.execute(
+        "INSERT INTO public.consumer_retention (consumer, topic, retention_seconds) "
+        "VALUES ('ledger', %s, 864000), ('ledger', 'other', 864000), ('strange', 'elsewhere', 86400)",
+        (TOPIC,),
+    )
+    assert seen(bench, "retention").what.endswith("; those of 1 consumers in this database do")
+    found = seen(bench, "retention", stream_keep_seconds=4 * 86_400)
+    assert found.level == "error"
+    assert "ledgers must remember for 12 days" in found.what
+    assert "that of consumer ledger does for 10 days" in found.what
+    assert the(examine(bench.settings(stream_keep_seconds=4 * 86_400), None, "elsewhere"), "retention").level == "ok"
 
 
 def database_facts_of(bench: Bench) -> DatabaseFacts:

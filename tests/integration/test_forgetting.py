@@ -16,8 +16,10 @@ from typing import Any
 
 import psycopg
 import pytest
+from typer.testing import CliRunner
 
 from consumer import Consumer
+from consumer.cli import app
 from consumer.ledger import Ledger
 from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
@@ -169,9 +171,11 @@ def test_what_the_outbox_keeps_is_known_where_nothing_is_published(bench: Bench)
     bench.write(1)
     relay(bench)
     consume(bench)
+    assert bench.transport().info(TOPIC).oldest is None, "without a group nothing is trimmed"
+    relay(bench)
     info = bench.transport().info(TOPIC)
     recorded = int(bench.one("SELECT floor(extract(epoch FROM created_at))::bigint FROM public.outbox"))
-    assert (info.keep_seconds, info.oldest) == (7 * DAY, recorded)
+    assert (info.keep_seconds, info.stays_seconds, info.oldest) == (7 * DAY, 60, recorded - 60)
     relay(bench)
     age(bench, 8)
     bench.write(1, topic="other")
@@ -181,10 +185,12 @@ def test_what_the_outbox_keeps_is_known_where_nothing_is_published(bench: Bench)
     assert bench.one("SELECT count(*) FROM public.outbox_stream WHERE stream = %s", TOPIC) == 0
     kept = int(bench.one("SELECT floor(extract(epoch FROM min(created_at)))::bigint FROM public.outbox"))
     info = bench.transport().info(TOPIC)
-    assert (info.keep_seconds, info.oldest) == (6 * DAY, kept)
+    assert (info.keep_seconds, info.oldest) == (6 * DAY, kept - 60)
     bench.db.execute("DELETE FROM public.outbox")
     relay(bench)
-    assert abs((bench.transport().info(TOPIC).oldest or 0) - time.time()) < 60, "there is none: none from before now"
+    assert abs((bench.transport().info(TOPIC).oldest or 0) + 60 - time.time()) < 60, (
+        "there is none: none from before now"
+    )
 
 
 def test_nothing_is_forgotten_while_it_is_not_known_what_the_outbox_keeps(bench: Bench) -> None:
@@ -216,13 +222,13 @@ def test_the_topics_of_several_outboxes_are_kept_apart(bench: Bench) -> None:
 
 def test_what_the_outbox_had_is_remembered_for_a_day_more(bench: Bench) -> None:
     """There may be entries in the streams of what it has dropped meanwhile, also for one who comes back."""
-    some, now = Ledger("ledger"), int(time.time())
+    some, now, margin = Ledger("ledger"), int(time.time()), DAY
 
     def days(oldest: int | None, later: float = 0) -> float:
         """For how many days the ledger remembers after a look, `later` hours after the one before."""
         bench.db.execute("UPDATE public.consumer_retention SET begun_at = begun_at - %s * interval '1 hour'", (later,))
         for _ in range(2):  # two processes
-            some.remember(bench.db, 30 * DAY, {TOPIC: None if oldest is None else now - oldest * DAY}, DAY)
+            some.remember(bench.db, 30 * DAY, {TOPIC: (None if oldest is None else now - oldest * DAY, margin)})
         return round((time.time() - some.needed_since(bench.db, DAY).timestamp()) / DAY, 2)
 
     assert days(None) == 30
@@ -235,6 +241,11 @@ def test_what_the_outbox_had_is_remembered_for_a_day_more(bench: Bench) -> None:
     assert days(59, later=10) == 60
     assert days(8, later=24 * 50) == 60, "back after 50 days"
     assert days(8, later=25) == 30
+    margin = 6 * DAY  # entries stay in the stream for nearly as long
+    assert days(59, later=24 * 7) == 60
+    assert days(10, later=24 * 7) == 60
+    assert days(10, later=24 * 5) == 60, "a copy that was published just before the outbox dropped it is still there"
+    assert days(10, later=24 * 2) == 30
 
 
 def test_copies_in_the_stream_of_what_the_outbox_has_dropped_are_recognised(bench: Bench) -> None:
@@ -253,6 +264,166 @@ def test_copies_in_the_stream_of_what_the_outbox_has_dropped_are_recognised(benc
     bench.db.execute("DELETE FROM public.outbox")  # as the relay drops whole partitions
     relay(bench)
     assert consume(bench) == once
+
+
+# --- what stays in the stream --------------------------------------------------------------------------------------------
+
+
+def made_anew(bench: Bench, group: str = "ledger") -> None:
+    """Somebody destroys the group; its consumer makes it again, at the beginning of the stream."""
+    bench.redis.xgroup_destroy(bench.key(), group)
+
+
+def test_a_group_that_is_made_anew_on_an_idle_topic_gets_nothing_that_was_forgotten(bench: Bench) -> None:
+    once = old_and_applied(bench, 40, events=5)
+    relay(bench, stream_keep_seconds=0.001)
+    assert bench.length() == 0, "not even the last one stays"
+    bench.db.execute("DELETE FROM public.outbox")  # as the relay drops whole partitions
+    relay(bench, stream_keep_seconds=0.001)
+    for _ in range(3):
+        consume(bench)
+        bench.db.execute("UPDATE public.consumer_retention SET begun_at = begun_at - interval '25 hours'")
+    assert remembered(bench) == 0
+    made_anew(bench)
+    assert consume(bench) == once
+
+
+def test_a_stream_of_which_no_batch_is_left_is_trimmed(bench: Bench) -> None:
+    """What is in it was replayed, or stays in streams for longer than in the outbox."""
+    once = old_and_applied(bench, 40)
+    publish_again(bench)
+    assert (consume(bench), bench.length()) == (once, 6)
+    relay(bench)
+    for table in ("outbox", "outbox_stream", "outbox_batch"):
+        bench.db.execute(f"DELETE FROM public.{table}")  # noqa: S608 - ours
+    relay(bench)
+    assert bench.length() == 6, "younger than a minute"
+    relay(bench, stream_keep_seconds=0.001)
+    assert bench.length() == 0
+
+
+def test_while_a_stream_is_not_trimmed_its_consumers_remember(bench: Bench) -> None:
+    """A group is missing for which everything is acknowledged: entries stay, and the outbox drops their events."""
+    transport = bench.transport()
+    transport.open("lost", [TOPIC])
+    once = old_and_applied(bench, 40)
+    transport.ack("lost", transport.read("lost", "one", [TOPIC], 10, 0.01))
+    relay(bench)
+    consume(bench)
+    before = transport.info(TOPIC).oldest
+    assert bench.redis.xgroup_destroy(bench.key(), "lost")
+    bench.db.execute("DELETE FROM public.outbox")
+    relay(bench, stream_keep_seconds=0.001)
+    relay(bench, stream_keep_seconds=0.001)
+    assert (transport.info(TOPIC).oldest, bench.length()) == (before, 3)
+    for _ in range(3):
+        consume(bench)
+        bench.db.execute("UPDATE public.consumer_retention SET begun_at = begun_at - interval '25 hours'")
+    made_anew(bench)
+    assert consume(bench) == once
+    transport.open("lost", [TOPIC])
+    transport.ack("lost", transport.read("lost", "one", [TOPIC], 10, 0.01))
+    relay(bench, stream_keep_seconds=0.001)
+    relay(bench, stream_keep_seconds=0.001)
+    assert bench.length() == 0
+    assert (transport.info(TOPIC).oldest or 0) > (before or 0) + 30 * DAY, "now it goes on"
+
+
+def test_the_ledger_must_remember_for_as_long_as_an_entry_may_stay_after_a_replay(bench: Bench) -> None:
+    bench.write(1)
+    relay(bench, retention_seconds=7 * DAY, stream_keep_seconds=5 * DAY)
+    info = bench.transport().info(TOPIC)
+    assert (info.keep_seconds, info.stays_seconds) == (7 * DAY, 5 * DAY)
+    with pytest.raises(SettingsError, match=r"OUTBOX_STREAM_KEEP_SECONDS 432000: .* both together: 13 days"):
+        consume(bench, ledger_retention_days=12)
+    assert remembered(bench) == 0
+    assert consume(bench, ledger_retention_days=13).total() == 1
+
+
+# --- dead letters --------------------------------------------------------------------------------------------------------
+
+
+def letters(bench: Bench) -> list[str]:
+    return [row[0] for row in bench.db.execute("SELECT stream_id FROM public.dead_letters ORDER BY id")]
+
+
+def put_aside(bench: Bench, receipt: str, days: float, consumer: str = "ledger") -> None:
+    bench.db.execute(
+        "INSERT INTO public.dead_letters (consumer, stream, stream_id, reason, error, fields, created_at) "
+        "VALUES (%s, %s, %s, 'undecodable', '', '{}', now() - %s * interval '1 day')",
+        (consumer, TOPIC, receipt, days),
+    )
+
+
+def test_dead_letters_are_kept_for_ever_or_as_long_as_is_set(bench: Bench) -> None:
+    relay(bench)
+    bench.write(20)
+    relay(bench)
+    relay(bench)
+    for receipt, days, owner in (("old", 101, "ledger"), ("young", 99, "ledger"), ("theirs", 500, "other")):
+        put_aside(bench, receipt, days, owner)
+    consume(bench)
+    assert letters(bench) == ["old", "young", "theirs"]
+    bench.write(20)
+    relay(bench)
+    given: Any = {"database_url": bench.database_url, "redis_url": bench.redis_url, "key_prefix": bench.prefix}
+    worker = Worker(ledger, ConsumerSettings(**given, block_seconds=0.01, batch_size=1, dead_letter_retention_days=100))
+    with bench.connect() as person:  # who works with one holds up nobody
+        person.execute("SELECT FROM public.dead_letters WHERE stream_id = 'old' FOR UPDATE")
+        worker.run_once()
+    assert letters(bench) == ["old", "young", "theirs"]
+    worker._forget_due = 0.0
+    worker.run_once()
+    assert letters(bench) == ["young", "theirs"], "with much left to do"
+    assert bench.effects().total() < 40
+    worker.close()
+
+
+def test_a_dead_letter_goes_no_sooner_than_its_ledger_row_may(bench: Bench) -> None:
+    """A group lags, so that the outbox still has events of then, and the ledger remembers them."""
+    bench.transport().open("silent", [TOPIC])
+    old_and_applied(bench, 120)
+    put_aside(bench, "then", 119)
+    put_aside(bench, "before", 130)
+    relay(bench)
+    consume(bench, dead_letter_retention_days=100)
+    assert letters(bench) == ["then"]
+
+
+# --- a consumer that is gone for good ------------------------------------------------------------------------------------
+
+
+def test_a_consumer_that_is_gone_for_good_is_forgotten_by_command_only(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = Consumer("gone", topics=[TOPIC])
+    relay(bench)
+    old_and_applied(bench, 40)
+    bench.db.execute("DELETE FROM public.outbox")
+    consume(bench, gone, ledger_retention_days=3000)
+    relay(bench)
+    relay(bench)
+    for _ in range(2):
+        consume(bench)
+        bench.db.execute("UPDATE public.consumer_retention SET begun_at = begun_at - interval '25 hours'")
+    assert remembered(bench) >= 3
+    for name, value in {"DATABASE_URL": bench.database_url, "REDIS_URL": bench.redis_url}.items():
+        monkeypatch.setenv(name, value)
+
+    def forget(*arguments: str) -> Any:
+        return CliRunner().invoke(app, ["forget", *arguments])
+
+    assert forget("gone").exit_code == 1, "nobody said yes"
+    assert "was here " in str(forget("gone", "--yes").exception)
+    bench.db.execute(
+        "UPDATE public.consumer_retention SET seen_at = seen_at - interval '2 hours' WHERE consumer = 'gone'"
+    )
+    done = forget("gone", "--yes")
+    assert (done.exit_code, "consumer gone is forgotten" in done.output) == (0, True)
+    assert "remembers nothing for a consumer 'gone'" in str(forget("gone", "--yes").exception)
+    assert bench.one("SELECT count(*) FROM public.consumer_retention WHERE consumer = 'ledger'") == 1
+    consume(bench)
+    assert remembered(bench) == 0
 
 
 # --- a consumer that is refused, and neighbours --------------------------------------------------------------------------

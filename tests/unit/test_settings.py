@@ -243,6 +243,16 @@ def test_the_addresses_that_the_page_names() -> None:
         assert redis_address(url.replace("redis", "valkey", 1)) == redis_address(url)
 
 
+def test_dead_letters_outlive_their_ledger_rows() -> None:
+    addresses: dict[str, Any] = {"database_url": "postgresql://h/d", "redis_url": "redis://h"}
+    assert ConsumerSettings(**addresses).dead_letter_retention_days is None, "for ever"
+    with pytest.raises(
+        SettingsError, match="CONSUMER_DEAD_LETTER_RETENTION_DAYS is 29, CONSUMER_LEDGER_RETENTION_DAYS 30"
+    ):
+        ConsumerSettings(**addresses, dead_letter_retention_days=29)
+    assert ConsumerSettings(**addresses, dead_letter_retention_days=30).dead_letter_retention_days == 30
+
+
 @pytest.mark.parametrize(
     ("field", "url"),
     [
