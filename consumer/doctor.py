@@ -125,7 +125,9 @@ def _ledger(connection: Connection, ledger: Ledger, settings: ConsumerSettings) 
         )  # fmt: skip
     else:
         yield ok("ledger-partitions", f"partitions of the ledger reach {lasting(ahead)} ahead")
-    if keeper is not None:
+    if keeper is None:
+        yield ok("ledger-keeps", "the ledger forgets nothing yet: no consumer has said what it needs")
+    else:
         yield _keeps(keeper, ledger.schema)
     if dead:
         reasons = ", ".join(f"{count} {reason}" for reason, count in dead.items())

@@ -422,11 +422,15 @@ def partitions(present: Sequence[Partition], schema: str, table: str) -> Iterato
             f"Attach what was detached (ALTER TABLE {shown} ATTACH PARTITION {shown}_default DEFAULT), or make one (CREATE "
             f"TABLE {shown}_default PARTITION OF {shown} DEFAULT).",
         )  # fmt: skip
+    else:
+        yield ok("default-partition-missing", f"{table} has its default partition")
     if names := [f"{found.schema}.{found.name}" for found in present if not (found.ours or found.default)]:
         yield warning(
             "foreign-partitions", f"{len(names)} partitions of {table} are not as they were made: {', '.join(names[:5])}",
             "They have a name, schema, kind or owner of their own. They are used like the others, but never dropped for their age: detach or drop them when nobody needs their rows.",
         )  # fmt: skip
+    else:
+        yield ok("foreign-partitions", f"all partitions of {table} are as they were made")
 
 
 # --- the outbox ------------------------------------------------------------------------------------------------------------

@@ -126,6 +126,7 @@ def test_o_24_redis_killed_without_persistence_and_started_empty(
     assert bench.one("SELECT count(*) FROM public.processed_messages") == 100
 
 
+@pytest.mark.long
 def test_o_41_a_redis_that_hangs_holds_up_nobody(
     stack: ExitStack, database_url: str, own_valkey: Callable[..., ValkeyServer], tmp_path: Path
 ) -> None:
@@ -184,6 +185,7 @@ def test_o_41_a_redis_that_hangs_holds_up_nobody(
     assert all("Traceback" not in output(relay, log) for relay, log in zip(relays, logs, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_postgresql_that_hangs_ends_status_and_doctor_with_a_clear_error(
     stack: ExitStack, postgres: PostgresServer, redis_url: str, prefix: str, monkeypatch: pytest.MonkeyPatch, when: str

@@ -145,7 +145,7 @@ def test_partitions_of_the_ledger(bench: Bench) -> None:
 
 
 def test_whom_the_ledger_remembers_for(bench: Bench) -> None:
-    assert named(examine(ledger, settings(bench)), "ledger-keeps") == []
+    assert seen(bench, "ledger-keeps").what.startswith("the ledger forgets nothing yet")
     consume(bench, ledger_retention_days=40)
     assert seen(bench, "ledger-keeps").what == "the ledger remembers what was processed in the last 40 days"
     bench.db.execute("UPDATE public.consumer_retention SET outbox_since = now() - interval '50 days'")

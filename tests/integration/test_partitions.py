@@ -293,7 +293,7 @@ def test_a_partition_of_another_owner_is_passed_over(bench: Bench, caplog: pytes
     bench.db.execute(f"CREATE ROLE {role} LOGIN PASSWORD '{role}'")  # type: ignore[arg-type]
     try:
         bench.db.execute("CREATE TABLE public.outbox_0_1000 PARTITION OF public.outbox FOR VALUES FROM (0) TO (1000)")
-        for table in ("", "_default", "_batch", "_stream", "_epoch", "_group", "_schema_version"):
+        for table in ("", "_default", "_batch", "_stream", "_epoch", "_group", "_pause", "_schema_version"):
             bench.db.execute(f"ALTER TABLE public.outbox{table} OWNER TO {role}")  # type: ignore[arg-type]
         bench.db.execute(f"GRANT ALL ON SCHEMA public TO {role}; GRANT SELECT ON public.outbox_0_1000 TO {role}")  # type: ignore[arg-type]
         parts = urlsplit(bench.database_url)
