@@ -122,11 +122,10 @@ class Streams(dict[str, Stream]):
                 self[group.stream].acked[group.name] = group.acked
 
     def load_pauses(self, connection: Connection) -> None:
-        """Go on from the pauses that are written down, whoever did it."""
+        """Go on from the pauses that are written down, whoever did it; ours were, before (`write_pauses`)."""
         written = self._store.pauses(connection)
         for name, stream in self.items():
-            if name not in self._unwritten:
-                self._set_pause(name, stream, written[name].reason if name in written else None)
+            self._set_pause(name, stream, written[name].reason if name in written else None)
         self._memory_full = any(stream.paused == "memory" for stream in self.values())
 
     def write_pauses(self, connection: Connection) -> None:
