@@ -264,7 +264,9 @@ class StreamTransport:
         self._pipeline([(stream, (b"HSET", f"{self._key(stream)}:relay", *fields)) for stream in streams])
 
     def info(self, stream: str) -> StreamInfo:
-        found = self._command(stream, b"HMGET", f"{self._key(stream)}:relay", "lanes", "keep", "oldest", "stays", "replayed")
+        found = self._command(
+            stream, b"HMGET", f"{self._key(stream)}:relay", "lanes", "keep", "oldest", "stays", "replayed"
+        )
         lanes, keep, oldest, stays = (
             int(value) if value and value.isdigit() and len(value) <= 12 else None for value in found[:4]
         )
