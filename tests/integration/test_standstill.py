@@ -174,6 +174,20 @@ def test_handlers_wait_for_locks_as_long_as_they_want(theirs: str, order: Order,
     engine.dispose()
 
 
+def test_no_plan_leaves_our_patience_to_the_handlers(database: Database) -> None:
+    """The genetic optimizer, used from two tables on, shuffles what is joined first. Also where no row is fresh."""
+    ledger, ids, entities = Ledger("ledger"), [uuid7()], [Entity(TOPIC, "renamed", "A")]
+    for seed in range(10):
+        with psycopg.connect(database.url, options=f"-c geqo_threshold=2 -c geqo_seed={seed / 10}") as connection:
+            connection.execute("SET lock_timeout = '7s'")
+            for fresh in (1, 0):
+                assert len(ledger.claim(connection, ids)) == fresh
+                assert connection.execute("SHOW lock_timeout").fetchone() == ("7s",), (seed, fresh)
+                assert len(ledger.lock_versions(connection, entities)) == 1
+                assert connection.execute("SHOW lock_timeout").fetchone() == ("7s",), (seed, fresh)
+            connection.rollback()
+
+
 # --- processes that die ------------------------------------------------------------------------------------------------
 
 
