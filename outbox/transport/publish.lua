@@ -20,6 +20,10 @@
 local current, stream = look()
 if ARGV[2] == '' or current ~= ARGV[1] or (current == ARGV[2] and ARGV[6] == '') then return current end
 
+if stream and stream['last-generated-id'] == '18446744073709551615-18446744073709551615' then
+  return redis.error_reply('ERR somebody has taken the last possible id of this stream, so that nothing can be added to it any '
+    .. 'more: delete it (DEL), and the relay publishes again what is not acknowledged')
+end
 local last, added, length = nil, 0, 0
 if stream then last, added, length = stream['last-generated-id'], stream['entries-added'], stream['length'] end
 local replayed

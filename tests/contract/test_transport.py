@@ -1099,6 +1099,20 @@ def test_how_full_the_memory_is(server: Server) -> None:
         server.limit_memory(0)
 
 
+def test_a_stream_whose_last_id_is_taken_says_what_to_do(server: Server) -> None:
+    publish_batches(server, 1, 2)
+    server.raw.xadd(server.key("a"), {"by": "a stranger"}, id="18446744073709551615-18446744073709551615")
+    for _ in range(2):
+        refused, other = server.transport.publish([part(3, marker(2)), part(3, stream="b")])
+        assert isinstance(refused, StreamUnusable)
+        assert "last possible id of this stream" in str(refused)
+        assert "delete it (DEL)" in str(refused)
+        assert other == marker(3)
+    assert server.transport.markers(["a"]) == {"a": marker(2)}
+    server.raw.delete(server.key("a"))
+    assert server.transport.publish([part(3, marker(2))]) == [None], "so all that is needed is published again"
+
+
 def test_a_stream_made_anew_beside_an_old_marker_is_not_acknowledged(server: Server) -> None:
     """Somebody deletes the stream, and a consumer makes it again with its group before the relay looks."""
     publish_batches(server, 1, 2, 3)

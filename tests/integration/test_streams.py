@@ -233,6 +233,25 @@ def test_a_stream_made_anew_by_its_consumer_is_published_again(bench: Bench) -> 
     assert group.take() == ids
 
 
+def test_a_stream_whose_last_id_is_taken_goes_on_when_it_is_deleted(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    relay, ids = looked(bench), bench.write(20)
+    relay()
+    assert len(bench.consume()) == 20
+    relay()
+    bench.redis.xadd(bench.key(), {"by": "a stranger"}, id="18446744073709551615-18446744073709551615")
+    ids += bench.write(5)
+    bench.write(5, topic="other")
+    assert relay().behind == 1
+    assert (bench.length("other"), bench.length()) == (5, 21)
+    assert {r.action for r in caplog.records} == {"stream_failed"}  # type: ignore[attr-defined]
+    assert "delete it (DEL)" in caplog.text
+    bench.redis.delete(bench.key())
+    relay()
+    assert bench.consume() == Counter(dict.fromkeys(ids, 1))
+
+
 def test_a_stand_by_that_finds_entries_missing_does_not_forget_them(bench: Bench) -> None:
     relay, group = looked(bench, batch_rows=2), Group(bench)
     ids = bench.write(4)
