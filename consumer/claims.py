@@ -20,10 +20,9 @@ class Recovery:
     group: str
     process_name: str
     idle_seconds: float
-    count: int
     _cursors: dict[str, str | None] = field(default_factory=dict)
 
-    def claim(self, streams: Sequence[str]) -> tuple[list[Delivery], int, bool]:
+    def claim(self, streams: Sequence[str], count: int) -> tuple[list[Delivery], int, bool]:
         """Up to `count` deliveries of each stream, how many had been deleted while pending, and whether more may be due.
 
         Raises:
@@ -35,7 +34,7 @@ class Recovery:
         for stream in streams:
             try:
                 claim = self.transport.claim(
-                    self.group, self.process_name, stream, self.idle_seconds, self.count, self._cursors.get(stream)
+                    self.group, self.process_name, stream, self.idle_seconds, count, self._cursors.get(stream)
                 )
             except (GroupLost, StreamUnusable):
                 continue  # the next read meets it too; what others have is not given up for it

@@ -21,8 +21,8 @@ class ConsumerSettings(Settings):
     schema_name: SchemaName = Field(default="public", validation_alias="CONSUMER_SCHEMA")
     #: This process's name in the group; must be unique among running ones. Default: host, process id and a random part.
     process_name: str | None = Field(default=None, min_length=1, max_length=200)
-    #: Most deliveries in one transaction, and in one read of each stream; what was read beyond one transaction waits for
-    #: the next. Default 500.
+    #: Most deliveries in one transaction, and in one read of each stream (fewer where those before were large: 16 MiB in all
+    #: are wanted at once); what was read beyond one transaction waits for the next. Default 500.
     batch_size: int = Field(default=500, ge=1, le=10_000)
     #: Longest wait for new entries in one read, in seconds; also how soon SIGTERM is noticed when idle. Default 1.
     block_seconds: float = Field(default=1.0, gt=0, le=30)

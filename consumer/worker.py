@@ -53,6 +53,9 @@ _BEAT_SECONDS = 1.0
 _PATIENCE_SECONDS = 2.0
 #: What was delivered more often than this, and nobody could say why it was not done, may have ended its process.
 _SUSPECT_AFTER = 2
+#: Deliveries are asked for by number, and what they have of bytes is not known before: so few at first, then at most four
+#: times as many as the last time, and so many that all streams together bring about this much.
+_FIRST_COUNT, _READ_BYTES = 16, 16 << 20
 #: Pause between looks for deliveries to take over, in durations of the last look: a server whose pending lists are long
 #: is busy with them for a fiftieth of the time at most.
 _LOOK_PAUSE = 50.0
@@ -103,9 +106,8 @@ class Worker:
         self._streams = [
             stream for topic in consumer.topics for stream in streams_of(topic, settings.lanes.get(topic, 1))
         ] + [side_stream(topic, consumer.name) for topic in consumer.topics]
-        self._recovery = Recovery(
-            self._transport, consumer.name, self._name, settings.claim_seconds, settings.batch_size
-        )
+        self._count = min(_FIRST_COUNT, settings.batch_size)  # of each stream, in one read
+        self._recovery = Recovery(self._transport, consumer.name, self._name, settings.claim_seconds)
         self._stopping = Stop()
         self._usable: list[str] | None = None  # None: the groups are to be made
         self._pooling_checked = False
@@ -216,6 +218,7 @@ class Worker:
             self._unacknowledged = []
         if not self._at_hand:
             self._at_hand = self._next()
+            self._size_up(self._at_hand)
         if not self._at_hand:
             return Counter()
         return self._process()
@@ -231,6 +234,13 @@ class Worker:
         found = [] if self._claimed or self._suspects else self._set_aside(self._claim())
         self._claimed = bool(found)
         return found or self._read() or self._suspect()
+
+    def _size_up(self, found: Sequence[Delivery]) -> None:
+        """See how many deliveries to ask for the next time."""
+        size = sum(len(value) for delivery in found for value in delivery.fields.values())
+        if size:
+            room = _READ_BYTES * len(found) // size // len(self._streams)
+            self._count = max(1, min(room, 4 * self._count, self._settings.batch_size))
 
     def _set_aside(self, found: list[Delivery]) -> list[Delivery]:
         """Keep the suspects for later, as if they had not been delivered yet; returns the others.
@@ -361,7 +371,7 @@ class Worker:
         if len(self._usable) < len(self._streams):
             self._open()
         started = time.monotonic()
-        found, missing, more = self._recovery.claim(self._usable)
+        found, missing, more = self._recovery.claim(self._usable, self._count)
         self._look_seconds += time.monotonic() - started
         if found or missing:
             self._observe(Claimed(self._consumer.name, len(found), missing))
@@ -378,7 +388,7 @@ class Worker:
         due = 0.0 if self._suspects else self._check_due
         wait = min(self._settings.block_seconds, max(0.001, due - time.monotonic()))
         try:
-            return self._transport.read(self._consumer.name, self._name, self._usable, self._settings.batch_size, wait)
+            return self._transport.read(self._consumer.name, self._name, self._usable, self._count, wait)
         except (GroupLost, StreamUnusable) as error:
             _log.warning(
                 "consumer %s makes its groups again: %s", self._consumer.name, error, extra={"action": "group_lost"}

@@ -282,6 +282,40 @@ def test_o_21_a_handler_that_fails_leaves_its_event_pending(database: Database, 
     assert [counts[event_id] >= 2 for event_id in ids] == [False, True, False, True, False]
 
 
+class Counting(MemoryTransport):
+    """Knows how many deliveries it was asked for, by read and by claim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+        self.asked_to_claim: list[int] = []
+
+    def read(
+        self, group: str, consumer: str, streams: Sequence[str], count: int, block_seconds: float
+    ) -> list[Delivery]:
+        self.asked.append(count)
+        return super().read(group, consumer, streams, count, block_seconds)
+
+    def claim(self, group: str, consumer: str, stream: str, idle_seconds: float, count: int, cursor: Any = None) -> Any:
+        self.asked_to_claim.append(count)
+        return super().claim(group, consumer, stream, idle_seconds, count, cursor)
+
+
+def test_large_deliveries_are_asked_for_in_small_numbers(database: Database, start: Callable[..., Worker]) -> None:
+    """Half of 16 MiB is for the stream of the topic, as the other one is for what is replayed for this group alone."""
+    transport = Counting()
+    for _ in range(16 + 64 + 256 + 500):
+        transport.add(TOPIC, entry("noise"))
+    for _ in range(10):
+        transport.add(TOPIC, entry(payload={"amount": "1.00", "x": "x" * (1 << 20)}))
+    worker = start(wallet(), transport)
+    while database.effects < 10:
+        worker.run_once()
+    assert transport.asked == [16, 64, 256, 500, 500]
+    eventually(lambda: [worker.run_once(), transport.asked_to_claim[-1] == 7][-1])
+    assert transport.asked[-1] == 7
+
+
 def test_o_63_what_cannot_be_parsed_is_put_aside_raw(database: Database, start: Callable[..., Worker]) -> None:
     transport = MemoryTransport()
     bad = [entry() | {b"id": b"not-a-uuid"}, entry(data=b"{"), entry()]
