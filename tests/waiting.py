@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -56,3 +57,8 @@ def stops_within(limit_seconds: float, started: Callable[[], subprocess.Popen[by
         if time.monotonic() - begun < limit_seconds:
             return True
     return False
+
+
+def lasting(seconds: float, case_seconds: float) -> float:
+    """How long an outage or a load lasts: shortened, or as the acceptance case says where OUTBOX_TEST_CASE_TIMES=1 is set."""
+    return case_seconds if os.environ.get("OUTBOX_TEST_CASE_TIMES") == "1" else seconds
