@@ -8,17 +8,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from examples.failures import gallery, polling
+from outbox.embedded import redis_servers
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
-GALLERY = [sys.executable, "-m", "examples.failures", "--server", "valkey9"]
-#: On Valkey: what the naive way makes of it, and ours.
+COMMAND = [sys.executable, "-m", "examples.failures", "--server"]
+GALLERY = [*COMMAND, "valkey9"]
+#: What the naive way makes of it, and ours.
 FIGURES = {
     "brpop": ("1 of 5 lost", "all 5 once"),
     "ack-first": ("1 of 5 lost", "all 5 once"),
@@ -33,6 +36,11 @@ FIGURES = {
     "lag": ("1,003 / null", "1,003 / 1,003"),
     "last-id": ("1 of 2 lost", "all 2 once"),
 }
+#: Where a server differs: Redis 8.2 has XTRIM ACKED, and a lag after XTRIM that is neither right nor unknown.
+DIFFERENT = {
+    "redis8": {"acked": ("ACKED: all 10 once", "all 10 once"), "lag": ("100 / null", "1,003 / 1,003")},
+}
+SERVERS = sorted(redis_servers())
 
 
 @pytest.fixture(autouse=True)
@@ -46,19 +54,31 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.long
 def test_every_figure_is_as_expected() -> None:
-    """Also where settings of another installation are in the environment, which must not get through."""
+    """On every server, side by side; also where settings of another installation are in the environment, which must not get
+    through."""
     environment = os.environ | {"OUTBOX_LANES": "payments=4", "CONSUMER_SCHEMA": "other"}
-    done = subprocess.run(GALLERY, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+
+    def run(server: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*COMMAND, server], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110
+        )
+
+    with ThreadPoolExecutor(len(SERVERS)) as pool:
+        for name, done in zip(SERVERS, pool.map(run, SERVERS), strict=True):
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert shown(done.stdout.splitlines(), name) == FIGURES | DIFFERENT.get(name, {})
+
+
+def shown(lines: list[str], name: str) -> dict[str, tuple[str, str]]:
+    """What a table of one server says, by exhibit."""
     assert f"All {len(FIGURES)} are as expected." in lines
-    shown = {}
+    assert max(map(len, lines)) <= 100
+    found = {}
     for title, row in zip(lines[2:-3:2], lines[3:-3:2], strict=True):
         server, naive_expected, naive, expected, ours, verdict = (cell.strip() for cell in _cells(row))
-        assert (server, naive_expected, expected, verdict) == ("valkey9", naive, ours, "ok")
-        shown[title.partition(":")[0]] = (naive, ours)
-    assert shown == FIGURES
-    assert max(map(len, lines)) <= 100
+        assert (server, naive_expected, expected, verdict) == (name, naive, ours, "ok")
+        found[title.partition(":")[0]] = (naive, ours)
+    return found
 
 
 def _cells(row: str) -> list[str]:
