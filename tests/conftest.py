@@ -101,6 +101,15 @@ def database_url(postgres_url: str, _migrated_template: str) -> Iterator[str]:
         yield _with_database(postgres_url, name)
 
 
+@pytest.fixture(scope="module")
+def new_database_url(postgres_url: str, _migrated_template: str) -> Iterator[Callable[[], str]]:
+    """Makes databases like `database_url`'s, for a test that needs several."""
+    with ExitStack() as stack:
+        yield lambda: _with_database(
+            postgres_url, stack.enter_context(_new_database(postgres_url, template=_migrated_template))
+        )
+
+
 @pytest.fixture
 def empty_database_url(postgres_url: str) -> Iterator[str]:
     """A database of the test's own with nothing in it."""
