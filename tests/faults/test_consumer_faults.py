@@ -27,6 +27,7 @@ from consumer.worker import Worker
 from outbox import Event, record
 from outbox.embedded import PostgresServer, ValkeyServer, redis_servers
 from outbox.envelope import uuid7
+from outbox.transport import StreamTransport
 from tests.faults.proxy import Proxy, port_of, through
 from tests.waiting import eventually, stops_within
 
@@ -444,6 +445,30 @@ def test_an_event_that_kills_its_consumers_stops_no_other(site: Site) -> None:
     assert site.starts.read_text().split().count(deadly) <= rounds
     site.consumer()  # a mended one
     site.settled(30)
+
+
+def test_o_25_names_are_removed_while_one_of_them_comes_back(site: Site) -> None:
+    """c1 is killed with ten deliveries; names are cleaned up again and again, while another process and one of its name run."""
+    site.add(10)
+    first = site.consumer(CONSUMER_PROCESS_NAME="c1", GATE=str(site.folder / "gate"))
+    eventually(lambda: site.pending() == 10, 20)
+    first.kill()
+    removed: list[str] = []
+    there = StreamTransport.from_url(site.redis_url)
+    for name in ("c2", "c1"):
+        site.consumer(CONSUMER_PROCESS_NAME=name)
+
+    def applied(number: int) -> bool:
+        removed.extend(there.forget_consumers("ledger", TOPIC, 0))
+        return site.state()[0] >= number
+
+    eventually(lambda: applied(10), 30)
+    site.add(10)
+    eventually(lambda: applied(20), 30)
+    there.close()
+    assert "c1" in removed, "when nothing was pending for it"
+    site.settled(20)
+    assert len(site.redis.xinfo_consumers(KEY, "ledger")) <= 3
 
 
 # --- Redis loses everything ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from consumer.worker import Worker
 from outbox import Event, InvalidEvent, SettingsError, Writer
 from outbox import schema as schemas
 from outbox.embedded import ValkeyServer
-from outbox.operations import drop_group, opened
+from outbox.operations import drop_group, opened, status
 from outbox.relay import Counts
 from outbox.replay import Selection, replay
 from outbox.telemetry import Measurement, StreamPaused, Trimmed
@@ -134,6 +134,51 @@ def test_o_26_streams_are_trimmed_of_what_all_groups_have_acknowledged(bench: Be
     assert bench.length() <= 1
     assert bench.redis.xinfo_stream(bench.key())["entries-added"] == 100
     assert relay() == Counts(), "our own trimming is not taken for a loss"
+
+
+@pytest.mark.long
+def test_o_26_a_stopped_consumer_keeps_its_twenty_thousand_entries(bench: Bench) -> None:
+    """Everything that others have acknowledged is to go at once; status says who holds it back. MAXLEN is never asked for."""
+    relay, group = looked(bench, stream_keep_seconds=0), Group(bench)
+    mailer = Consumer("mailer", topics=[TOPIC])
+    mailer.on("credited")(lambda event, session: None)
+
+    def work() -> None:
+        settings = ConsumerSettings(
+            database_url=bench.database_url, redis_url=bench.redis_url, key_prefix=bench.prefix, block_seconds=0.05
+        )
+        worker = Worker(mailer, settings)
+        while worker.run_once():
+            pass
+        worker.close()
+
+    work()  # its group is there
+    with bench.redis.monitor() as monitor:
+        for _ in range(20):
+            bench.write(1000)
+        taken = 0
+        while taken < 20_000:
+            relay()
+            taken += len(group.take(5000))
+        relay()
+        bench.redis.echo(last := f"{bench.prefix}last")
+        commands = []
+        for command in monitor.listen():
+            commands.append(command["command"])
+            if last in commands[-1]:
+                break
+    added = [command for command in commands if command.startswith("XADD") and bench.key() in command]
+    assert len(added) == 20_000
+    assert not any("MAXLEN" in command for command in commands)
+    assert any(command.startswith("XTRIM") and bench.key() in command for command in commands)
+    assert bench.length() == 20_000
+    held = {found.name: found for found in status(bench.settings()).streams[0].groups}
+    assert (held["mailer"].unacknowledged, held["mailer"].undelivered) == (20_000, 20_000)
+    assert held[GROUP].unacknowledged == 0
+    work()
+    assert bench.one("SELECT count(*) FROM public.processed_messages WHERE consumer = 'mailer'") == 20_000
+    relay()
+    assert bench.length() <= 100, "an exact trim is not asked for"
 
 
 def test_o_26_a_group_that_redis_forgot_keeps_its_entries_untrimmed(bench: Bench) -> None:
