@@ -117,7 +117,7 @@ class Partitions:
         transaction, since PostgreSQL would refuse the partition otherwise; where they are more than `MOVED_ROWS`, the range
         is left to the default partition, since writers would have to wait. Locks are waited for for a quarter of a second
         and held for the move and for PostgreSQL's look through the default partition, a second at most: what needs longer
-        is left for another call. Safe when many processes do it at once.
+        is left for another call. Of many processes that do it at once one makes it, and the others leave it to that one.
 
         Args:
             connection: in autocommit mode.
@@ -232,9 +232,8 @@ class Partitions:
         with connection.transaction():
             connection.execute("SET LOCAL lock_timeout = '250ms'")
             connection.execute("SET LOCAL statement_timeout = '1s'")
-            connection.execute(
-                "SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (f"partitions {self.schema} {self.table}",)
-            )
+            if not self._alone(connection, "make"):
+                return False
             present = self.present(connection)
             if any(found.low < high and low < found.high for found in present):
                 return False
@@ -262,7 +261,7 @@ class Partitions:
         somebody reads for long. One that something else depends on is passed over.
 
         Asks first without a lock, and once more with ACCESS EXCLUSIVE on it and on its parent, which is waited for for a
-        quarter of a second; drops nothing that is no longer attached by then.
+        quarter of a second; drops nothing that is no longer attached by then, nor while another process drops one.
 
         Args:
             connection: in autocommit mode.
@@ -278,6 +277,8 @@ class Partitions:
                 child = sql.Identifier(old.schema, old.name)
                 try:
                     with connection.transaction():
+                        if not self._alone(connection, "drop"):
+                            return None
                         connection.execute("SET LOCAL lock_timeout = '250ms'")
                         connection.execute(sql.SQL("LOCK TABLE ONLY {} IN ACCESS EXCLUSIVE MODE").format(parent))
                         connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(child))
@@ -295,6 +296,14 @@ class Partitions:
         except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected, psycopg.errors.UndefinedTable):
             pass
         return None
+
+    def _alone(self, connection: Connection, what: str) -> bool:
+        """Whether no other process does the same just now; if so, none begins to until the transaction ends. Those that come
+        meanwhile have nothing to do, and do not queue for locks that everybody needs."""
+        row = connection.execute(
+            "SELECT pg_try_advisory_xact_lock(hashtextextended(%s, 0))", (f"{what} {self.schema} {self.table}",)
+        ).fetchone()
+        return row is not None and bool(row[0])
 
     def default(self, connection: Connection) -> sql.Identifier | None:
         """The default partition, None if there is none."""
