@@ -123,10 +123,13 @@ class Scene:
 
 
 @pytest.fixture
-def scene(database_url: str, stack: ExitStack) -> Scene:
-    return Scene(stack, database_url, stack.enter_context(Cluster()))
+def scene(request: pytest.FixtureRequest, database_url: str, stack: ExitStack) -> Scene:
+    """On the wheel's Valkey, or on the server that the test asks for by its name in `redis_servers`."""
+    name = getattr(request, "param", "valkey9")
+    return Scene(stack, database_url, stack.enter_context(Cluster(program=redis_servers()[name])))
 
 
+@pytest.mark.parametrize("scene", [name for name in ("redis8", "valkey9") if name in redis_servers()], indirect=True)
 def test_o_91_slots_are_moved_under_way(scene: Scene) -> None:
     """Every lane's slot goes to another node, and one of them stands between two for a while."""
     cluster = scene.cluster
@@ -140,7 +143,15 @@ def test_o_91_slots_are_moved_under_way(scene: Scene) -> None:
     scene.check()
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["its replica is up to date", "its replica is behind"])
+@pytest.mark.parametrize(
+    ("scene", "behind"),
+    [
+        pytest.param(name, behind, id=f"{name}, its replica is {'behind' if behind else 'up to date'}")
+        for name, behind in (("valkey9", False), ("valkey9", True), ("redis8", True))
+        if name in redis_servers()
+    ],
+    indirect=["scene"],
+)
 def test_o_91_a_primary_is_killed(scene: Scene, behind: bool) -> None:
     cluster = scene.cluster
     victim = cluster.owner(scene.bench.key(STREAMS[0]))

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from consumer.worker import Worker
 from outbox import InvalidEvent, SettingsError, doctor, operations, record
 from outbox import schema as schemas
 from outbox.doctor import examine
-from outbox.embedded import PostgresServer, ValkeyServer
+from outbox.embedded import PostgresServer, ValkeyServer, redis_servers
 from outbox.errors import TransportError
 from outbox.operations import opened, status
 from outbox.replay import Selection, replay
@@ -506,6 +507,38 @@ class _Loading:
                 client.sendall(b"-LOADING server is loading the dataset in memory\r\n" * count)
         except OSError:
             pass
+
+
+@pytest.mark.long
+def test_o_53_consumers_drain_a_server_over_maxmemory_and_the_relay_waits(
+    new_database_url: Callable[[], str], stack: ExitStack, own_valkey: Callable[..., ValkeyServer]
+) -> None:
+    """500 entries are not read yet, and 100 events not published, when maxmemory falls below what is used."""
+
+    def survives(bench: Bench) -> None:
+        processes = [bench.start(**QUICK), bench.start(*CONSUMER, **QUICK)]
+        settled(bench, ids := bench.write(1))  # the group is there: it could not be made at full memory
+        processes[1].send_signal(signal.SIGSTOP)
+        ids += bench.write(500)
+        eventually(lambda: bench.ids()[-500:] == ids[1:], 20)
+        bench.redis.config_set("maxmemory", bench.redis.info("memory")["used_memory"] // 2)
+        with pytest.raises(redis.OutOfMemoryError):
+            bench.redis.set("x", "x")
+        paused = eventually(lambda: status(bench.settings()).streams[0].paused, 20)
+        late = bench.write(100)
+        processes[1].send_signal(signal.SIGCONT)
+        settled(bench, ids)
+        (shown,) = status(bench.settings()).streams
+        assert (paused, shown.unpublished + status(bench.settings()).unsealed.get(TOPIC, (0, 0))[0]) == ("memory", 100)
+        assert set(late).isdisjoint(bench.ids())
+        bench.redis.config_set("maxmemory", 0)
+        settled(bench, ids + late)
+        assert bench.dead() == 0
+        assert [process.poll() for process in processes] == [None, None]
+
+    benches = [opened_bench(stack, new_database_url(), own_valkey(name).url) for name in sorted(redis_servers())]
+    with ThreadPoolExecutor(len(benches)) as pool:
+        list(pool.map(survives, benches))
 
 
 def test_o_54_what_both_groups_have_acknowledged_does_not_stay_in_memory(bench: Bench) -> None:

@@ -242,12 +242,13 @@ def test_o_47_nothing_hangs_on_one_connection_of_an_idle_relay(
             published(bench, 2)
             eventually(lambda n=number: log.read_text().count("relay goes on") == n)  # type: ignore[misc]  # bound now
         assert log.read_text().count("relay waits") == 4
+        assert bench.ids() == bench.outbox(), "none is missing"
 
 
 def test_o_47_a_relay_whose_connection_was_forgotten_is_stood_in_for(
     database_url: str, redis_url: str, prefix: str
 ) -> None:
-    """Half-open: it waits until TCP gives up (half a minute), the other relay does not."""
+    """Half-open: it waits until TCP gives up (half a minute, and not the poll interval), the other relay does not."""
     with Bench(database_url, redis_url, prefix) as bench, Proxy(port_of(database_url)) as proxy:
         direct, bench.database_url = bench.database_url, through(proxy, database_url)
         bench.start()

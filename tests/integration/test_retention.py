@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import psycopg
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from outbox import record
 from outbox import schema as schemas
 from outbox.retention import Dropped, drop_old
-from outbox.store import Store, Window
+from outbox.store import BEGINNING, Batch, Store, Window
 from tests.catalog import existing_partitions
 from tests.faults.chaos import TOPIC, Bench, drain
 from tests.waiting import eventually
@@ -205,3 +206,70 @@ def test_o_58_many_at_once_under_load_drop_each_partition_once(bench: Bench) -> 
     assert sorted(names) == ["outbox_0_1000", "outbox_1000_2000", "outbox_2000_3000"]
     relay(bench)
     assert set(bench.outbox()) <= set(bench.ids())
+
+
+@pytest.mark.long
+def test_o_58_a_million_expired_rows_go_while_producers_and_a_relay_work(
+    database_url: str, redis_url: str, prefix: str
+) -> None:
+    """Three quarters of them in partitions, the others in the default one. A write may take 100 ms as in the case, or ten
+    times as long as without cleaners, on a busy machine."""
+    with Bench(database_url, redis_url, prefix) as bench, ExitStack() as stack:
+        assert Store().make_partitions(bench.db, 250_000, 2) == 3
+        bench.db.execute("""
+            INSERT INTO public.outbox (position, event_id, topic, type, data, created_at) OVERRIDING SYSTEM VALUE
+            SELECT i, gen_random_uuid(), 'old', 't', '1', now() - interval '1 day' FROM generate_series(0, 999999) i
+        """)
+        bench.db.execute("SELECT setval(pg_get_serial_sequence('public.outbox', 'position'), 999999)")
+        snap = bench.one("SELECT pg_current_snapshot()::text")
+        store, settled = Store(), Window(snap, snap, 0, False)
+        batch = Batch(1, "", 1, BEGINNING, snap, 0, 999_999, True, 1_000_000)  # sealed, and in no stream
+        store.seal(bench.db, batch, [], store.timeline(bench.db))
+        relay = bench.relay(partition_rows=250_000)
+        threads = [threading.Thread(target=relay.run)]
+        stack.callback(lambda: [thread.join(30) for thread in threads])
+        stack.callback(relay.stop)
+        threads[0].start()
+        ids: list[str] = []
+        stop, dropped, failures = threading.Event(), list[Dropped](), list[BaseException]()
+        stack.callback(stop.set)
+
+        def clean() -> None:
+            try:
+                with schemas.connect(database_url, "test", autocommit=True) as connection:
+                    while not stop.is_set():
+                        dropped.append(drop_old(Store(), connection, settled, 1, OLD))
+            except BaseException as error:
+                failures.append(error)
+
+        def write(until: Callable[[], bool]) -> float:
+            """About 100 events a second; the 99th percentile of the seconds that one takes."""
+            took = []
+            while not until():
+                begun = time.monotonic()
+                ids.extend(bench.write(1))
+                took.append(time.monotonic() - begun)
+                time.sleep(0.01)  # their pace
+            return sorted(took)[len(took) * 99 // 100]
+
+        def gone() -> bool:
+            return bool(failures) or sum(some.rows + 250_000 * len(some.partitions) for some in dropped) >= 1_000_000
+
+        deadlocks = bench.one("SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()")
+        eventually(lambda: "outbox_1000000_1250000" in partitions(bench), 20)
+        calm = write(lambda: len(ids) >= 200)
+        for _ in range(3):
+            threads.append(threading.Thread(target=clean))
+            threads[-1].start()
+        assert write(gone) < max(0.1, 10 * calm)
+        stop.set()
+        threads[-1].join(30)
+        assert failures == []
+        assert sum(len(some.partitions) for some in dropped) == 3
+        assert sum(some.rows for some in dropped) == 250_000
+        assert max(some.rows for some in dropped) == 5000
+        eventually(lambda: bench.ids() == ids, 20)
+        assert bench.outbox() == ids
+        assert bench.length("old") == 0
+        bench.db.execute("SELECT pg_stat_force_next_flush()")
+        assert bench.one("SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()") == deadlocks

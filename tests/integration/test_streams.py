@@ -156,10 +156,8 @@ def test_o_26_a_stopped_consumer_keeps_its_twenty_thousand_entries(bench: Bench)
     with bench.redis.monitor() as monitor:
         for _ in range(20):
             bench.write(1000)
-        taken = 0
-        while taken < 20_000:
-            relay()
-            taken += len(group.take(5000))
+        taken: list[str] = []
+        eventually(lambda: (relay(), taken.extend(group.take(5000)), len(taken) >= 20_000)[2], 60)  # type: ignore[func-returns-value]
         relay()
         bench.redis.echo(last := f"{bench.prefix}last")
         commands = []
@@ -169,7 +167,7 @@ def test_o_26_a_stopped_consumer_keeps_its_twenty_thousand_entries(bench: Bench)
                 break
     added = [command for command in commands if command.startswith("XADD") and bench.key() in command]
     assert len(added) == 20_000
-    assert not any("MAXLEN" in command for command in commands)
+    assert not any("MAXLEN" in command for command in added)
     assert any(command.startswith("XTRIM") and bench.key() in command for command in commands)
     assert bench.length() == 20_000
     held = {found.name: found for found in status(bench.settings()).streams[0].groups}
