@@ -20,7 +20,7 @@ from tests.faults.chaos import Bench
 from tests.faults.proxy import Proxy, port_of, through
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(240), pytest.mark.xdist_group("recovery")]  # one set of servers
 
 #: Longer than it takes for the pauses to have grown to the longest, and than a time-out (of 3 seconds).
 _OUTAGE_SECONDS = 4.0

@@ -212,8 +212,8 @@ def test_o_58_many_at_once_under_load_drop_each_partition_once(bench: Bench) -> 
 def test_o_58_a_million_expired_rows_go_while_producers_and_a_relay_work(
     database_url: str, redis_url: str, prefix: str
 ) -> None:
-    """Three quarters of them in partitions, the others in the default one. A write may take 100 ms as in the case, or ten
-    times as long as without cleaners, on a busy machine."""
+    """Three quarters of them in partitions, the others in the default one. A write may take a second and not 100 ms (which it
+    does where nothing else runs): the cleaners share this process and its processors with the producer."""
     with Bench(database_url, redis_url, prefix) as bench, ExitStack() as stack:
         assert Store().make_partitions(bench.db, 250_000, 2) == 3
         bench.db.execute("""
@@ -257,11 +257,11 @@ def test_o_58_a_million_expired_rows_go_while_producers_and_a_relay_work(
 
         deadlocks = bench.one("SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()")
         eventually(lambda: "outbox_1000000_1250000" in partitions(bench), 20)
-        calm = write(lambda: len(ids) >= 200)
+        write(lambda: len(ids) >= 100)
         for _ in range(3):
             threads.append(threading.Thread(target=clean))
             threads[-1].start()
-        assert write(gone) < max(0.1, 10 * calm)
+        assert write(gone) < 1
         stop.set()
         threads[-1].join(30)
         assert failures == []
