@@ -60,5 +60,5 @@ def stops_within(limit_seconds: float, started: Callable[[], subprocess.Popen[by
 
 
 def lasting(seconds: float, case_seconds: float) -> float:
-    """How long an outage or a load lasts: shortened, or as the acceptance case says where OUTBOX_TEST_CASE_TIMES=1 is set."""
-    return case_seconds if os.environ.get("OUTBOX_TEST_CASE_TIMES") == "1" else seconds
+    """How long an outage or a load lasts: shortened, or as the acceptance case says where TEST_CASE_TIMES=1 is set."""
+    return case_seconds if os.environ.get("TEST_CASE_TIMES") == "1" else seconds
