@@ -401,6 +401,8 @@ def configure_logging(level: str) -> None:
     logging.basicConfig(level=max(numeric, logging.INFO), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for name in ("outbox", "consumer"):
         logging.getLogger(name).setLevel(numeric)
+    # Of a connection that is lost it shows fifty lines of where it noticed; ours is one, and says what follows.
+    logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
 
 
 def stop_on_signals(stop: Callable[[], None]) -> None:
