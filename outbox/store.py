@@ -192,7 +192,7 @@ class Store:
         """The statement; ``{there}`` in it is a condition: the server is on this timeline, if one is given."""
         composed = self._composed.get((statement, timeline))
         if composed is None:
-            there = sql.SQL("" if timeline is None else f"WHERE {_TIMELINE} = {timeline}")
+            there = sql.SQL("TRUE" if timeline is None else f"{_TIMELINE} = {timeline}")
             composed = sql.SQL(statement).format(**self._names, there=there)
             self._composed[statement, timeline] = composed
         return composed
@@ -290,15 +290,17 @@ class Store:
             timeline: where the batch was read; None: not known.
 
         Raises:
-            AlreadySealed: another relay has sealed this number, or the server is on another timeline: behind a pooler,
-                nothing else tells a relay that its snapshots are another server's.
+            AlreadySealed: another relay has sealed this number, perhaps so long ago that retention has deleted it; or the
+                server is on another timeline: behind a pooler, nothing else tells a relay that its snapshots are another
+                server's.
         """
         try:
             row = connection.execute(
                 self._sql("""
                 WITH sealed AS (
                     INSERT INTO {outbox_batch} (seq, epoch, prev, snap, after, last, done, events)
-                    SELECT %s, %s, %s::pg_snapshot, %s::pg_snapshot, %s, %s, %s, %s {there}
+                    SELECT %s, %s, %s::pg_snapshot, %s::pg_snapshot, %s, %s, %s, %s
+                    WHERE {there} AND (SELECT coalesce(max(seq), 0) FROM {outbox_batch}) = %s
                     RETURNING seq, token
                 ), parts AS (
                     INSERT INTO {outbox_stream} (stream, seq, lanes, events)
@@ -309,13 +311,13 @@ class Store:
                 """, timeline),
                 (
                     batch.seq, batch.epoch, batch.prev, batch.snap, batch.after, batch.last, batch.done, batch.events,
-                    [p.stream for p in parts], [p.lanes for p in parts], [p.events for p in parts],
+                    batch.seq - 1, [p.stream for p in parts], [p.lanes for p in parts], [p.events for p in parts],
                 ),
             ).fetchone()  # fmt: skip
         except psycopg.errors.UniqueViolation as error:
             raise AlreadySealed(f"batch {batch.seq} is another relay's") from error
         if row is None:
-            raise AlreadySealed(f"batch {batch.seq} was read on another timeline")
+            raise AlreadySealed(f"batch {batch.seq} is past, or was read on another timeline")
         return replace(batch, token=row[0])
 
     def newest(self, connection: Connection) -> Batch | None:
@@ -411,7 +413,7 @@ class Store:
         connection.execute(
             self._sql("""
             INSERT INTO {outbox_group} AS g (stream, name, acked)
-            SELECT * FROM unnest(%s::text[], %s::text[], %s::bigint[]) {there}
+            SELECT * FROM unnest(%s::text[], %s::text[], %s::bigint[]) WHERE {there}
             ON CONFLICT (stream, name) DO UPDATE
             SET acked = greatest(g.acked, excluded.acked), seen_at = clock_timestamp(),
                 acked_at = CASE WHEN excluded.acked > g.acked THEN clock_timestamp() ELSE g.acked_at END

@@ -212,8 +212,8 @@ def test_o_58_many_at_once_under_load_drop_each_partition_once(bench: Bench) -> 
 def test_o_58_a_million_expired_rows_go_while_producers_and_a_relay_work(
     database_url: str, redis_url: str, prefix: str
 ) -> None:
-    """Three quarters of them in partitions, the others in the default one. A write may take a second and not 100 ms (which it
-    does where nothing else runs): the cleaners share this process and its processors with the producer."""
+    """Three quarters of them in partitions, the others in the default one. A write may take a second and not the case's 100 ms:
+    the cleaners share this process and its processors with the producer."""
     with Bench(database_url, redis_url, prefix) as bench, ExitStack() as stack:
         assert Store().make_partitions(bench.db, 250_000, 2) == 3
         bench.db.execute("""

@@ -244,6 +244,19 @@ def test_of_two_that_seal_one_number_the_second_is_refused(bench: Bench) -> None
     assert [head.stream for head in store.heads(second)] == [TOPIC]  # nothing of the refused one
 
 
+@pytest.mark.parametrize("stale", [1, 2])
+def test_a_number_that_retention_has_deleted_is_not_sealed_again(bench: Bench, stale: int) -> None:
+    """By a relay that was frozen for as long as that: the window that it has read lies in batches that others sealed."""
+    store, connection = Store(), bench.connect(autocommit=True)
+    window = store.advance(connection, START)
+    for number in (1, 2, 3):
+        store.seal(connection, Batch(number, "", 1, window.prev, window.snap, number - 1, number, True, 1), [])
+    assert store.delete_batches(connection, 3, 0, 10) == 2
+    with pytest.raises(AlreadySealed):
+        store.seal(connection, Batch(stale, "", 1, window.prev, window.snap, stale - 1, stale, True, 1), [])
+    assert store.oldest_seq(connection) == 3
+
+
 # --- partitions ---
 
 
