@@ -259,7 +259,7 @@ def test_errors_of_a_node_that_is_away_are_those_of_its_streams(stack: ExitStack
     while sum(there.inspect(stream).groups[0].pending for stream in STREAMS) < LANES:
         there.read("wallet", "one", STREAMS, 10, 0)
     bare.nodes[0].kill()
-    found, _, _ = Recovery(there, "wallet", "two", 0, 10).claim(STREAMS)
+    found, _, _ = Recovery(there, "wallet", "two", 0).claim(STREAMS, 10)
     assert {delivery.stream for delivery in found} == {*by_node[1], *by_node[2]}
     answers = there.markers(STREAMS)
     assert {stream for stream, answer in answers.items() if answer == marker(1)} == {*by_node[1], *by_node[2]}
