@@ -453,14 +453,21 @@ class Worker:
         self._on_ledger(work)
 
     def _left_by_relay(self, topic: str) -> StreamInfo:
-        """What the relay left about the age of the topic's events; nothing: no relay has said it."""
+        """What the relay left about the age of the topic's events, in the lane where that is the oldest: each is trimmed by
+        itself, or is not. Nothing: no relay has said it, or not of every lane that it publishes to."""
+        left, unknown = list[StreamInfo](), False
         for stream in streams_of(topic, self._settings.lanes.get(topic, 1)):
-            with contextlib.suppress(StreamUnusable):
+            try:
                 info = self._transport.info(stream)
-                self._check_retention(info)
-                if info.oldest is not None:
-                    return info
-        return StreamInfo(None)
+            except StreamUnusable:
+                unknown = True
+                continue
+            self._check_retention(info)
+            if info.keep_seconds is not None:
+                left.append(info)
+        if unknown or any(info.oldest is None for info in left):
+            return StreamInfo(None)
+        return min(left, key=lambda info: info.oldest or 0, default=StreamInfo(None))
 
     def _forget_old(self, raw: psycopg.Connection[Any]) -> None:
         """Forget what no consumer of the schema needs any longer; a bounded amount of work."""

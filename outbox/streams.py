@@ -161,6 +161,7 @@ class Streams(dict[str, Stream]):
         self._look(name, declared, self._settings.stream_keep_seconds)
 
     def _look(self, name: str, declared: list[str], keep_seconds: float) -> StreamState:
+        self._trimmed[name] = False  # nor does it go where nobody can look
         state = self._transport.inspect(name, groups=declared, keep_seconds=keep_seconds)
         there = {group.name for group in state.groups}
         self._trimmed[name] = not state.length or (bool(there) and there.issuperset(declared))

@@ -23,9 +23,11 @@ from consumer.cli import app
 from consumer.ledger import Ledger
 from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
-from outbox.errors import SettingsError
+from outbox.errors import SettingsError, StreamUnusable
 from outbox.replay import Selection, replay
 from outbox.store import Store
+from outbox.transport import StreamTransport
+from outbox.transport.base import StreamState, stream_of, streams_of
 from tests.faults.chaos import TOPIC, Bench, drain, ledger
 from tests.waiting import eventually
 
@@ -327,6 +329,68 @@ def test_while_a_stream_is_not_trimmed_its_consumers_remember(bench: Bench) -> N
     relay(bench, stream_keep_seconds=0.001)
     assert bench.length() == 0
     assert (transport.info(TOPIC).oldest or 0) > (before or 0) + 30 * DAY, "now it goes on"
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_while_one_lane_is_not_trimmed_its_consumers_remember(bench: Bench, kept: int) -> None:
+    """A node of a cluster has lost a group that is away: the topic's other lane is trimmed as ever."""
+    lanes: dict[str, Any] = {"lanes": {TOPIC: 2}}
+    names, transport = streams_of(TOPIC, 2), bench.transport()
+    keys = {stream_of(TOPIC, f"k{n}", 2): f"k{n}" for n in range(100)}
+    transport.open("lost", names)
+    make_partition(bench, 45, 39.5)
+    ids = [str(aged_id(40)) for _ in range(4)]
+    for n, event_id in enumerate(ids):
+        bench.write(id=uuid.UUID(event_id), key=keys[names[n % 2]])
+    relay(bench, **lanes)
+    once = consume(bench, **lanes)
+    assert once == Counter(ids)
+    transport.ack("lost", transport.read("lost", "one", names, 10, 0.01))
+    age(bench, 40)
+    relay(bench, **lanes)
+    consume(bench, **lanes)
+    assert bench.redis.xgroup_destroy(bench.key(names[kept]), "lost")
+    bench.db.execute("DELETE FROM public.outbox")  # as the relay drops whole partitions
+    relay(bench, stream_keep_seconds=0.001, **lanes)
+    relay(bench, stream_keep_seconds=0.001, **lanes)
+    assert [bench.length(name) for name in names] == ([2, 0] if kept == 0 else [0, 2])
+    for _ in range(3):
+        consume(bench, **lanes)
+        bench.db.execute("UPDATE public.consumer_retention SET begun_at = begun_at - interval '25 hours'")
+    bench.redis.xgroup_destroy(bench.key(names[kept]), "ledger")
+    assert consume(bench, **lanes) == once
+
+
+def test_while_a_stream_cannot_be_looked_at_its_consumers_remember(bench: Bench) -> None:
+    """As without the right to trim it; a relay had trimmed it before."""
+
+    right = True
+
+    class Refused(StreamTransport):
+        def inspect(self, *arguments: Any, **options: Any) -> StreamState:
+            if not right:
+                raise StreamUnusable("no permissions to run XTRIM", "NOPERM")
+            return super().inspect(*arguments, **options)
+
+    made = bench.relay(transport=Refused.from_url(bench.redis_url, prefix=bench.prefix), trim_seconds=0.001)
+    bench.transport().open("one", [TOPIC])
+    bench.write(1)
+    bench.db.execute("UPDATE public.outbox SET created_at = created_at - interval '40 days'")
+
+    def oldest() -> int | None:
+        for _ in range(4):
+            time.sleep(0.002)
+            drain(made)
+        return bench.transport().info(TOPIC).oldest
+
+    before = oldest()
+    assert before is not None
+    right = False
+    assert oldest() == before
+    bench.db.execute("DELETE FROM public.outbox")
+    assert oldest() == before
+    right = True
+    assert (oldest() or 0) > before + 30 * DAY
 
 
 def test_the_ledger_must_remember_for_as_long_as_an_entry_may_stay_after_a_replay(bench: Bench) -> None:
