@@ -604,7 +604,7 @@ class Store:
         """By stream and group: deliveries put aside, where the consumers' tables are in this database too, in `schema`;
         None: they are not, or not for our role. Reads the whole table."""
         table = sql.Identifier(schema, "dead_letters")
-        if not _readable(connection, table):
+        if not _readable(connection, schema, "dead_letters"):
             return None
         rows = connection.execute(
             sql.SQL("SELECT stream, consumer, count(*) FROM {} GROUP BY stream, consumer").format(table)
@@ -615,7 +615,7 @@ class Store:
         """Consumer, topic, and for how many seconds its ledger is set to remember, where the consumers' tables are in this
         database too, in `schema`; None: they are not, or not for our role. Reads the whole table: a row a topic."""
         table = sql.Identifier(schema, "consumer_retention")
-        if not _readable(connection, table):
+        if not _readable(connection, schema, "consumer_retention"):
             return None
         query = sql.SQL("SELECT consumer, topic, retention_seconds FROM {} ORDER BY consumer, topic").format(table)
         return connection.execute(query).fetchall()
@@ -821,22 +821,27 @@ class Store:
         return int(row[0])
 
     def rows_in_default(self, connection: Connection, limit: int) -> int | None:
-        """Events in the default partition, counted up to `limit`; None: there is no default partition."""
-        default = self._partitions.default(connection)
-        if default is None:
+        """Events in the default partition, counted up to `limit`; None: there is none, or our role may not read it."""
+        default = next((found for found in self._partitions.present(connection) if found.default), None)
+        if default is None or not _readable(connection, default.schema, default.name):
             return None
+        name = sql.Identifier(default.schema, default.name)
         row = connection.execute(
-            sql.SQL("SELECT count(*) FROM (SELECT FROM {} LIMIT %s) held").format(default), (limit,)
+            sql.SQL("SELECT count(*) FROM (SELECT FROM {} LIMIT %s) held").format(name), (limit,)
         ).fetchone()
         assert row is not None
         return int(row[0])
 
 
-def _readable(connection: Connection, table: sql.Identifier) -> bool:
-    """Whether the table is there, and our role may read it."""
-    known = "SELECT has_table_privilege(to_regclass(%s), 'SELECT')"
-    row = connection.execute(known, (table.as_string(connection),)).fetchone()
-    return bool(row and row[0])
+def _readable(connection: Connection, schema: str, table: str) -> bool:
+    """Whether the table is there, and our role may read it. (to_regclass is an error in a schema that it may not use.)"""
+    row = connection.execute(
+        "SELECT FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace "
+        "WHERE n.nspname = %s AND c.relname = %s "
+        "AND has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT')",
+        (schema, table),
+    ).fetchone()
+    return row is not None
 
 
 @lru_cache(maxsize=256)

@@ -22,6 +22,7 @@ import redis as redis_py
 from outbox import doctor, schema
 from outbox.doctor import Finding, Limits, examine
 from outbox.embedded import PostgresServer, ValkeyServer
+from outbox.operations import status
 from outbox.settings import RelaySettings
 from outbox.store import BEGINNING, DatabaseFacts, Store, Window, reading
 from outbox.transport import StreamTransport
@@ -227,6 +228,7 @@ def test_a_role_without_rights(bench: Bench) -> None:
         found_all = levels()
         assert found_all["database-rights"].level == "ok"
         assert (found_all["upkeep-rights"].level, found_all["partition-rights"].level) == ("warning", "warning")
+        assert "database-unavailable" not in found_all, "a strict relay would wait for that"
         assert found_all["sessions-hidden"].level == "warning"
         bench.write(1)
         relay = bench.relay(database_url=url)
@@ -249,6 +251,31 @@ def test_a_role_without_rights(bench: Bench) -> None:
         assert levels()["database-rights"].what == "this role lacks USAGE on schema public"
     finally:
         bench.db.execute(f"REASSIGN OWNED BY {role} TO CURRENT_USER; DROP OWNED BY {role}; DROP ROLE {role}")
+
+
+def test_a_role_that_may_not_look_into_the_consumers_schema(bench: Bench) -> None:
+    """It is not ours to look at; the outbox is, and nothing is taken for a server that is down."""
+    role, database = f"r{bench.prefix[:-1]}", bench.db.info.dbname
+    url = f"postgresql://{role}@{bench.db.info.host}:{bench.db.info.port}/{database}"
+    bench.db.execute("CREATE SCHEMA theirs")
+    schema.upgrade(bench.database_url, "consumer", schema="theirs")
+    bench.db.execute(f"CREATE ROLE {role} LOGIN")
+    try:
+        for table, rights in doctor.PUBLISHING.items():
+            bench.db.execute(f"GRANT {rights} ON public.{table} TO {role}")
+        settings = bench.settings(database_url=url)
+        for grant in ("SELECT", f"GRANT USAGE ON SCHEMA theirs TO {role}"):
+            bench.db.execute(grant)
+            found = examine(settings, None, "theirs")
+            assert not named(found, "database-unavailable")
+            assert the(found, "retention").level == "ok"
+            assert status(settings, "theirs").batch == 0
+            with bench.connect() as connection:
+                connection.execute(f"SET ROLE {role}")
+                assert Store().dead_letters(connection, "theirs") is None
+                assert Store().ledgers(connection, "theirs") is None
+    finally:
+        bench.db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
 
 
 def test_o_56_the_oldest_snapshot_and_who_holds_it(bench: Bench) -> None:
