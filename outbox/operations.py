@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from outbox import schema as schemas
 from outbox.errors import SettingsError, StreamUnusable, TransportError
@@ -14,9 +16,12 @@ from outbox.store import Connection, Group, Pause, Store, StreamHead
 from outbox.transport import Marker, StreamTransport
 from outbox.transport.base import GroupState, StreamState, streams_of
 
+T = TypeVar("T")
+
 _COUNTED = 1_000_000
 _TRIES, _PAUSE_SECONDS = 20, 0.25
-#: How long `status` waits for an answer of Redis, after which it asks no more; and for all that it asks PostgreSQL.
+#: How long `status` waits for an answer of Redis, after which it asks no more; and of PostgreSQL, to one thing that it asks
+#: (about one stream, of which there may be thousands), after which it gives up.
 _REDIS_SECONDS, _DATABASE_SECONDS = 0.4, 10.0
 
 
@@ -109,7 +114,12 @@ def status(settings: RelaySettings, consumer_schema: str = "public") -> Status:
         psycopg.Error: PostgreSQL cannot be reached, or does not answer. Where Redis does not, that is `Status.redis_error`.
     """
     with opened(settings, _REDIS_SECONDS, _DATABASE_SECONDS) as (store, connection, transport):
-        newest, heads = store.newest(connection), store.heads(connection)
+
+        def ask(question: Callable[[], T]) -> T:
+            with schemas.answering(connection, _DATABASE_SECONDS):
+                return question()
+
+        newest, heads = ask(lambda: (store.newest(connection), store.heads(connection)))
         share, unanswered = None, None
         seen: dict[str, tuple[Marker | TransportError | None, StreamState]] = {}
         try:
@@ -125,17 +135,18 @@ def status(settings: RelaySettings, consumer_schema: str = "public") -> Status:
                 seen[stream] = found, state
         except TransportError as error:
             unanswered = error
-        known = _Known(
+        known = ask(lambda: _Known(
             store.groups(connection), store.group_ages(connection), store.pauses(connection),
             store.dead_letters(connection, consumer_schema),
-        )  # fmt: skip
+        ))  # fmt: skip
+        relays, epoch = ask(lambda: (store.relays(connection), store.epoch(connection)))
+        unsealed = ask(lambda: store.unsealed(connection, _COUNTED))
+        streams = []
+        for head in heads:
+            found, state = seen.get(head.stream, (unanswered, _NOTHING))
+            streams.append(ask(partial(_stream, store, connection, head, found, state, known)))
         return Status(
-            store.relays(connection), store.epoch(connection), newest.seq if newest else 0, share,
-            str(unanswered) if unanswered else None, store.unsealed(connection, _COUNTED),
-            [
-                _stream(store, connection, head, *seen.get(head.stream, (unanswered, _NOTHING)), known)
-                for head in heads
-            ],
+            relays, epoch, newest.seq if newest else 0, share, str(unanswered) if unanswered else None, unsealed, streams,
         )  # fmt: skip
 
 
@@ -187,7 +198,7 @@ def opened(
 
     Args:
         redis_seconds: how long to wait for an answer of Redis; default: as the settings say.
-        database_seconds: how long PostgreSQL may take for everything; default: for ever.
+        database_seconds: how long PostgreSQL may take for its first answer; default: for ever.
 
     Raises:
         SchemaError: the tables are missing or of another revision.
@@ -200,11 +211,9 @@ def opened(
     )
     try:
         address = settings.database_url.get_secret_value()
-        with (
-            schemas.connect(address, "outbox operations", autocommit=True) as connection,
-            schemas.answering(connection, database_seconds) if database_seconds else nullcontext(),
-        ):
-            schemas.check_revision(connection, "outbox", settings.schema_name)
+        with schemas.connect(address, "outbox operations", autocommit=True) as connection:
+            with schemas.answering(connection, database_seconds) if database_seconds else nullcontext():
+                schemas.check_revision(connection, "outbox", settings.schema_name)
             yield Store(settings.schema_name), connection, transport
     finally:
         transport.close()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from typing import Any
 import psycopg
 import pytest
 
+from outbox import operations
 from outbox.embedded import ValkeyServer
 from outbox.errors import SettingsError
 from outbox.operations import StreamStatus, drop_group, status
+from outbox.transport import StreamTransport
+from outbox.transport.base import StreamState
 from tests.faults.chaos import TOPIC, Bench, drain
 from tests.waiting import eventually
 
@@ -148,6 +152,22 @@ def test_status_of_lost_and_unusable_streams(bench: Bench) -> None:
     assert accounts.unpublished_seconds is not None
     assert other.error
     assert "WRONGTYPE" in other.error
+
+
+def test_status_takes_as_long_as_there_are_streams(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What must not take long is one answer of PostgreSQL, not all of them, nor what Redis is asked in between."""
+    for n in range(5):
+        bench.write(1, topic=f"topic{n}")
+    drain(bench.relay())
+    inspect = StreamTransport.inspect
+
+    def slow(*arguments: Any, **options: Any) -> StreamState:
+        time.sleep(0.25)  # its length, not a wait for anything
+        return inspect(*arguments, **options)
+
+    monkeypatch.setattr(StreamTransport, "inspect", slow)
+    monkeypatch.setattr(operations, "_DATABASE_SECONDS", 1.0)
+    assert [stream.unpublished for stream in status(bench.settings()).streams] == [0] * 5
 
 
 # --- what is paused ------------------------------------------------------------------------------------------------
