@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -136,7 +136,7 @@ def status(settings: RelaySettings, consumer_schema: str = "public") -> Status:
         except TransportError as error:
             unanswered = error
         known = ask(lambda: _Known(
-            store.groups(connection), store.group_ages(connection), store.pauses(connection),
+            _by_stream(store.groups(connection)), store.group_ages(connection), store.pauses(connection),
             store.dead_letters(connection, consumer_schema),
         ))  # fmt: skip
         relays, epoch = ask(lambda: (store.relays(connection), store.epoch(connection)))
@@ -227,7 +227,7 @@ _NOTHING = StreamState(0, 0, 0, [])
 class _Known:
     """What PostgreSQL knows about all streams."""
 
-    groups: list[Group]
+    groups: Mapping[str, Mapping[str, int]]  # by stream and name: the batch up to which all is acknowledged
     ages: Mapping[tuple[str, str], float]
     pauses: Mapping[str, Pause]
     dead: Mapping[tuple[str, str], int] | None
@@ -237,7 +237,7 @@ def _stream(
     store: Store, connection: Connection, head: StreamHead, found: Marker | TransportError | None, state: StreamState,
     known: _Known,
 ) -> StreamStatus:  # fmt: skip
-    declared = {group.name: group.acked for group in known.groups if group.stream == head.stream}
+    declared = known.groups.get(head.stream, {})
     asked = not isinstance(found, TransportError) or isinstance(found, StreamUnusable)
     published = found.seq if isinstance(found, Marker) else None
     # What was lost and is acknowledged everywhere is not published again.
@@ -267,6 +267,13 @@ def _stream(
         pause.reason if pause else None, pause.seconds if pause else None,
         str(found) if isinstance(found, TransportError) else None, groups,
     )  # fmt: skip
+
+
+def _by_stream(groups: Iterable[Group]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for group in groups:
+        found.setdefault(group.stream, {})[group.name] = group.acked
+    return found
 
 
 def _age(group: GroupState | None) -> float | None:

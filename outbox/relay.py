@@ -601,7 +601,7 @@ class Relay:
         stream = self._streams.get(name)
         try:
             if stream is None:
-                self._streams.trim_idle(connection, name)
+                self._streams.trim_idle(name)
                 return
             missing = self._streams.inspect(connection, name, self._epoch, self._timeline)
         except TransportUnavailable:

@@ -84,6 +84,7 @@ class Streams(dict[str, Stream]):
         self._settings, self._store, self._transport, self._observe = settings, store, transport, observe
         self._memory_full = False
         self._bytes = 0  # published since the memory was looked at
+        self._declared: dict[str, list[str]] = {}  # groups by stream, also of those of which no batch is left
         self._trimmed: dict[str, bool] = {}  # whether what everybody has acknowledged goes, when it was last looked at
         self._unwritten: dict[str, str | None] = {}  # pauses that are not written down as they are
 
@@ -143,7 +144,10 @@ class Streams(dict[str, Stream]):
         Returns:
             The streams.
         """
-        streams = sorted({*self, *(group.stream for group in self._store.groups(connection))})
+        self._declared = {}
+        for group in self._store.groups(connection):
+            self._declared.setdefault(group.stream, []).append(group.name)
+        streams = sorted({*self, *self._declared})
         keep, stays = self._settings.retention_seconds, math.ceil(self._settings.stream_keep_seconds)
         oldest = self._store.oldest(connection) - stays
         for trimmed in (True, False):
@@ -151,14 +155,14 @@ class Streams(dict[str, Stream]):
             self._transport.leave(some, keep, oldest if trimmed else None, stays)
         return streams
 
-    def trim_idle(self, connection: Connection, name: str) -> None:
-        """Trim a stream of which no batch is left; what it has was published again, or stays for longer than the outbox.
+    def trim_idle(self, name: str) -> None:
+        """Trim a stream of which no batch is left; what it has was published again, or stays for longer than the outbox. Its
+        groups are those of the last `leave_age`: there may be thousands of such streams.
 
         Raises:
             TransportError: it cannot be looked at.
         """
-        declared = [group.name for group in self._store.groups(connection) if group.stream == name]
-        self._look(name, declared, self._settings.stream_keep_seconds)
+        self._look(name, self._declared.get(name, []), self._settings.stream_keep_seconds)
 
     def _look(self, name: str, declared: list[str], keep_seconds: float) -> StreamState:
         self._trimmed[name] = False  # nor does it go where nobody can look

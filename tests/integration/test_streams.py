@@ -8,6 +8,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from outbox.embedded import ValkeyServer
 from outbox.operations import drop_group, opened, status
 from outbox.relay import Counts
 from outbox.replay import Selection, replay
+from outbox.store import Store
 from outbox.telemetry import Measurement, StreamPaused, Trimmed
 from outbox.transport import StreamTransport
 from tests.faults.chaos import TOPIC, Bench, drain
@@ -452,6 +454,34 @@ def test_a_group_that_is_dropped_while_a_relay_looks_stays_dropped(bench: Bench)
     relay()
     assert bench.length() <= 1
     assert acked(bench, "gone") is None
+
+
+def test_a_look_at_many_idle_streams_reads_the_groups_no_more_often(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of their batches are dropped, and their groups are declared still: each is trimmed without reading all groups."""
+    groups, calls = Store.groups, list[int]()
+
+    def counted(self: Store, connection: Any) -> Any:
+        calls.append(1)
+        return groups(self, connection)
+
+    def turn(streams: int) -> int:
+        bench.db.execute(
+            "INSERT INTO public.outbox_group (stream, name, acked) SELECT 'idle' || i, 'a', 0 FROM generate_series(1, %s) i "
+            "ON CONFLICT DO NOTHING",
+            (streams,),
+        )
+        relay = bench.relay()
+        calls.clear()
+        relay.run_once()
+        while relay._unseen:
+            relay.run_once()
+        relay.close()
+        return len(calls)
+
+    monkeypatch.setattr(Store, "groups", counted)
+    assert turn(2) == turn(40)
 
 
 def test_many_streams_are_looked_after_in_turns(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
