@@ -464,7 +464,8 @@ def _retention(
         yield error(
             "retention", f"{what}, that of consumer {consumer} does for {lasting(seconds)}: an event that comes again could be "
             "applied again, and the consumer stops",
-            "Let it remember for longer first, or lower the other two.",
+            "Let it remember for longer first, or lower the other two. If it is gone for good: outbox drop-group "
+            f"{consumer}, then consumer forget {consumer}.",
         )  # fmt: skip
     if not short:
         seen = len({consumer for consumer, _, _ in ledgers})

@@ -351,6 +351,7 @@ def test_how_long_ledgers_must_remember(bench: Bench) -> None:
     assert found.level == "error"
     assert "ledgers must remember for 12 days" in found.what
     assert "that of consumer ledger does for 10 days" in found.what
+    assert "then consumer forget ledger." in found.do
     assert the(examine(bench.settings(stream_keep_seconds=4 * 86_400), None, "elsewhere"), "retention").level == "ok"
 
 
