@@ -121,7 +121,7 @@ def _ledger(connection: Connection, ledger: Ledger, settings: ConsumerSettings) 
     if ahead < settings.ledger_partition_days * 86_400:
         yield warning(
             "ledger-partitions", f"partitions of the ledger reach {lasting(max(ahead, 0))} ahead",
-            "Start the consumer, which makes them every hour; if one runs, see its log and partition-rights.",
+            "Start the consumer, which makes them every minute; if one runs, see its log and partition-rights.",
         )  # fmt: skip
     else:
         yield ok("ledger-partitions", f"partitions of the ledger reach {lasting(ahead)} ahead")
