@@ -36,5 +36,14 @@ def connect(url: str, *, timeout_seconds: float, block_seconds: float = 0.0) -> 
     for some in (options, to_sentinels):  # Sentinel has classes of its own, and this name for them
         some["ssl"] = some.pop("connection_class", None) is not None
     sentinel = Sentinel(address.hosts, sentinel_kwargs=to_sentinels, **options)  # type: ignore[no-untyped-call]
+    sentinel.sentinels = [_Sentinel(host=host, port=port, **to_sentinels) for host, port in address.hosts]
     primary: redis.Redis = sentinel.master_for(address.service)  # type: ignore[no-untyped-call]
     return Server(primary)
+
+
+class _Sentinel(redis.Redis):
+    """One that errors may name: some versions of redis-py show all options of a connection there, its password among them."""
+
+    def __repr__(self) -> str:
+        options = self.connection_pool.connection_kwargs
+        return f"sentinel {options['host']}:{options['port']}"

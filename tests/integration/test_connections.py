@@ -53,6 +53,22 @@ def test_a_unix_socket(database_url: str, own_valkey: Callable[..., ValkeyServer
         transport.markers([TOPIC])
 
 
+# --- sentinels -----------------------------------------------------------------------------------------------------------
+
+
+def test_o_95_sentinels_that_do_not_answer_are_named_without_their_password() -> None:
+    """redis-py 6 and 7.0 show every option of a connection in that error, and later ones all but the password."""
+    url = "redis+sentinel://127.0.0.1:1,127.0.0.1:2/main?sentinel_password=S3cr3t"
+    transport = StreamTransport.from_url(url)
+    with (
+        closing(transport),
+        pytest.raises(TransportUnavailable, match=r"'main' : sentinel 127\.0\.0\.1:1 - .*:2 - ") as found,
+    ):
+        transport.markers([TOPIC])
+    assert "password" not in str(found.value)
+    assert "S3cr3t" not in str(found.value)
+
+
 # --- TLS -------------------------------------------------------------------------------------------------------------------
 
 
