@@ -61,6 +61,7 @@ UPKEEP: Final = {
 }
 _SUPPORTED = (14, 18)  # major versions of PostgreSQL
 _REDIS_AT_LEAST = (7, 0)
+_WAITAOF_AT_LEAST = (7, 2)
 #: How long a transaction in the database may be open before it is worth a warning.
 TRANSACTION_SECONDS: Final = 3600.0
 #: How long PostgreSQL may take for one thing that it is asked.
@@ -214,6 +215,7 @@ def examine(settings: RelaySettings, limits: Limits | None = None, consumer_sche
         servers = facts_of(seen, there)
         if servers:
             seen.add(every_redis(servers, limits, settings.max_memory_share))
+            seen.add(_safety(servers, settings))
             seen.add(redis_rights(there, known.streams, "relay"))
             seen.add(_groups(there, known.progress, limits))
     seen.add(clocks(known.facts, servers, limits))
@@ -685,6 +687,31 @@ def _replication(facts: ServerFacts) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield ok("redis-cluster", "cluster mode is off")
+
+
+def _safety(servers: Sequence[ServerFacts], settings: RelaySettings) -> Iterator[Finding]:
+    """Whether what is published can be as safe as ``OUTBOX_WAIT_…`` wants it; else the relay stands still."""
+    wrong = [(facts, why) for facts in servers for why in _unsafe(facts, settings)]
+    for facts, why in wrong:
+        yield error(
+            "redis-wait", f"{f'node {facts.node}: ' if facts.node else ''}{why}: the relay publishes a batch, and then waits",
+            "Bring that about, or lower OUTBOX_WAIT_REPLICAS and OUTBOX_WAIT_AOF.",
+        )  # fmt: skip
+    if not wrong:
+        yield ok("redis-wait", "what is published can be as safe as OUTBOX_WAIT_REPLICAS and OUTBOX_WAIT_AOF want it")
+
+
+def _unsafe(facts: ServerFacts, settings: RelaySettings) -> Iterator[str]:
+    replicas = facts.info.get("connected_slaves")
+    if replicas is not None and int(replicas) < settings.wait_replicas:
+        yield f"OUTBOX_WAIT_REPLICAS is {settings.wait_replicas}, and {replicas} replicas are connected"
+    if settings.wait_aof == "no":
+        return
+    parts = [int(part) if part.isdigit() else 0 for part in facts.version.split(".")]
+    if facts.product == "Redis" and facts.version and tuple(parts[:2]) < _WAITAOF_AT_LEAST:
+        yield f"OUTBOX_WAIT_AOF is {settings.wait_aof}, and Redis {facts.version} does not know WAITAOF"
+    elif not int(facts.info.get("aof_enabled", 1)):
+        yield f"OUTBOX_WAIT_AOF is {settings.wait_aof}, and appendonly is off"
 
 
 def redis_rights(

@@ -21,7 +21,7 @@ import redis as redis_py
 
 from outbox import doctor, schema
 from outbox.doctor import Finding, Limits, examine
-from outbox.embedded import PostgresServer, ValkeyServer
+from outbox.embedded import PostgresServer, ValkeyServer, redis_servers
 from outbox.operations import status
 from outbox.settings import RelaySettings
 from outbox.store import BEGINNING, DatabaseFacts, Store, Window, reading
@@ -419,6 +419,27 @@ def test_o_52_an_evicting_policy_is_found(
         keys = list(bench.redis.scan_iter())
         assert len(keys) == 2
         assert {bench.redis.ttl(key) for key in keys} == {-1}, "so volatile-* evicts nothing of ours"
+
+
+@pytest.mark.parametrize("name", sorted(redis_servers()))
+def test_what_the_relay_would_wait_for_in_vain(
+    name: str, database_url: str, own_valkey: Callable[..., ValkeyServer]
+) -> None:
+    server = own_valkey(name)
+    with Bench(database_url, server.url) as bench:
+        assert seen(bench, "redis-wait").level == "ok"
+        for options, told in (
+            ({"wait_replicas": 1}, "OUTBOX_WAIT_REPLICAS is 1, and 0 replicas are connected"),
+            ({"wait_aof": "local"}, "WAITAOF" if name == "redis7" else "appendonly is off"),
+        ):
+            found = seen(bench, "redis-wait", **options)
+            assert (found.level, told in found.what, doctor.dangerous(found)) == ("error", True, True)
+        raw(server).config_set("appendonly", "yes")
+        assert seen(bench, "redis-wait", wait_aof="local").level == ("error" if name == "redis7" else "ok")
+        replica = own_valkey(name, settings={"repl-diskless-sync-delay": "0", "replicaof": f"127.0.0.1 {server.port}"})
+        eventually(lambda: raw(replica).info("replication")["master_link_status"] == "up", 30)
+        assert seen(bench, "redis-wait", wait_replicas=1).level == "ok"
+        assert seen(bench, "redis-wait", wait_replicas=2).level == "error"
 
 
 def test_memory_that_is_unlimited_or_nearly_full(own_valkey: Callable[..., ValkeyServer]) -> None:
