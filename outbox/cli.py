@@ -316,6 +316,16 @@ def _lines(found: operations.Status) -> Iterator[str]:
                 )
                 + (f"  last seen {_seconds(group.idle_seconds)} ago" if group.idle_seconds is not None else "")
             )
+    if found.side_streams:
+        yield ""
+    for side in found.side_streams:
+        entries, waiting = ("?" if n is None else f"{n:,}" for n in (side.entries, side.undelivered))
+        pending = "?" if side.entries is None else f"{side.pending:,}"
+        yield (
+            f"stream {side.stream}  for group {side.group} alone: {entries} entries, {waiting} undelivered, {pending} pending"
+            f" (oldest {_seconds(side.oldest_pending_seconds)})"
+            + (f", {side.dead:,} dead letters" if side.dead else "")
+        )
 
 
 def _seconds(value: float | None) -> str:

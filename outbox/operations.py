@@ -14,11 +14,11 @@ from outbox.errors import SettingsError, StreamUnusable, TransportError
 from outbox.settings import RelaySettings
 from outbox.store import Connection, Group, Pause, Store, StreamHead
 from outbox.transport import Marker, StreamTransport
-from outbox.transport.base import GroupState, StreamState, streams_of
+from outbox.transport.base import GroupState, StreamState, side_stream, streams_of, topic_of
 
 T = TypeVar("T")
 
-_COUNTED = 1_000_000
+_COUNTED, _SIDE_COUNTED = 1_000_000, 10_000
 _TRIES, _PAUSE_SECONDS = 20, 0.25
 #: How long `status` waits for an answer of Redis, after which it asks no more; and of PostgreSQL, to one thing that it asks
 #: (about one stream, of which there may be thousands), after which it gives up.
@@ -84,6 +84,27 @@ class StreamStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class SideStreamStatus:
+    """What was published again for one group alone, in a stream of its own beside a topic; its consumers trim it.
+
+    Attributes:
+        entries: its length, what was acknowledged within a minute included; None: Redis does not answer.
+        undelivered: entries that none of its consumers has read, counted up to ten thousand; None: as well.
+        pending: delivered and not acknowledged.
+        oldest_pending_seconds: age of the oldest of them in the stream.
+        dead: as in `GroupStatus`.
+    """
+
+    stream: str
+    group: str
+    entries: int | None
+    undelivered: int | None
+    pending: int
+    oldest_pending_seconds: float | None
+    dead: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """How things stand.
 
@@ -92,6 +113,7 @@ class Status:
         memory_share: how full Redis is, 0 to 1; None: no limit is set, or Redis does not answer.
         redis_error: how Redis failed to answer, so that only what PostgreSQL knows is true of the streams.
         unsealed: by topic: committed events that no relay has seen yet (counted up to a million), and the oldest's age.
+        side_streams: those that hold something, or of which something was put aside.
     """
 
     relays: int | None
@@ -101,6 +123,7 @@ class Status:
     redis_error: str | None
     unsealed: dict[str, tuple[int, float]]
     streams: list[StreamStatus]
+    side_streams: list[SideStreamStatus]
 
 
 def status(settings: RelaySettings, consumer_schema: str = "public") -> Status:
@@ -147,6 +170,7 @@ def status(settings: RelaySettings, consumer_schema: str = "public") -> Status:
             streams.append(ask(partial(_stream, store, connection, head, found, state, known)))
         return Status(
             relays, epoch, newest.seq if newest else 0, share, str(unanswered) if unanswered else None, unsealed, streams,
+            _side_streams(None if unanswered else transport, {topic_of(head.stream) for head in heads}, known),
         )  # fmt: skip
 
 
@@ -273,6 +297,44 @@ def _by_stream(groups: Iterable[Group]) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for group in groups:
         found.setdefault(group.stream, {})[group.name] = group.acked
+    return found
+
+
+def _side_streams(transport: StreamTransport | None, topics: set[str], known: _Known) -> list[SideStreamStatus]:
+    """Those that are worth a line; all that is known without Redis where there is no transport."""
+    owners = {side_stream(topic_of(stream), name): name for stream, names in known.groups.items() for name in names}
+    for stream, consumer in known.dead or ():
+        if topic_of(stream) in topics and stream == side_stream(topic_of(stream), consumer):
+            owners[stream] = consumer
+    try:
+        there = transport.markers(sorted(owners)) if transport and owners else {}
+    except TransportError:
+        transport, there = None, {}
+    found = []
+    for stream, name in sorted(owners.items()):
+        dead = None if known.dead is None else known.dead.get((stream, name), 0)
+        try:
+            marker = there.get(stream)
+            state = transport.inspect(stream) if transport and isinstance(marker, Marker) else _NOTHING
+            group = next((group for group in state.groups if group.name == name), None)
+            read = 0 if group is None else group.delivered
+            if transport is None or read is None:
+                undelivered = None
+            elif group is None:
+                undelivered = state.length
+            elif group.undelivered:  # of the step that is being read, and all of the later ones
+                undelivered = group.undelivered + len(transport.ids_after(stream, read + 1, _SIDE_COUNTED))
+            else:
+                undelivered = 0
+        except TransportError:
+            transport, state, group, undelivered = None, _NOTHING, None, None
+        if state.length or dead or (group and group.pending):
+            entries = None if transport is None else state.length
+            found.append(
+                SideStreamStatus(
+                    stream, name, entries, undelivered, group.pending if group else 0, _age(group), dead
+                )
+            )  # fmt: skip
     return found
 
 

@@ -17,9 +17,10 @@ import pytest
 from outbox import operations
 from outbox.embedded import ValkeyServer
 from outbox.errors import SettingsError
-from outbox.operations import StreamStatus, drop_group, status
+from outbox.operations import StreamStatus, drop_group, opened, status
+from outbox.replay import Selection, replay
 from outbox.transport import StreamTransport
-from outbox.transport.base import StreamState
+from outbox.transport.base import StreamState, side_stream
 from tests.faults.chaos import TOPIC, Bench, drain
 from tests.waiting import eventually
 
@@ -122,6 +123,42 @@ def test_status_counts_dead_letters_where_the_consumers_tables_are_here(bench: B
     )
     assert dead() == {GROUP: 3, "other": 0}
     assert dead("elsewhere") == {GROUP: None, "other": None}
+
+
+def test_status_shows_what_was_published_again_for_one_group_alone(bench: Bench) -> None:
+    transport, side = bench.transport(), side_stream(TOPIC, GROUP)
+    transport.open(GROUP, [TOPIC])
+    bench.write(25)
+    look(bench)
+    transport.ack(GROUP, transport.read(GROUP, "one", [TOPIC], 25, 0.01))
+
+    def seen(**options: Any) -> list[tuple[Any, ...]]:
+        sides = status(bench.settings(**options)).side_streams
+        return [(s.stream, s.group, s.entries, s.undelivered, s.pending, s.dead) for s in sides]
+
+    assert seen() == []
+    with opened(bench.settings()) as (store, connection, to):
+        steps = replay(store, connection, to, bench.settings(), Selection(), consumer=GROUP, events_per_second=10)
+        assert [step.events for step in steps] == [10, 20, 25]
+    assert seen() == [(side, GROUP, 25, 25, 0, 0)], "its consumers have not come yet"
+    transport.open(GROUP, [side])
+    assert seen() == [(side, GROUP, 25, 25, 0, 0)]
+    read = transport.read(GROUP, "one", [side], 12, 0.01)
+    assert seen() == [(side, GROUP, 25, 13, 12, 0)]
+    transport.ack(GROUP, read)
+    bench.db.execute(
+        "INSERT INTO public.dead_letters (consumer, stream, stream_id, reason, error, fields) VALUES (%s, %s, '1-0', 'x', '', '{}')",
+        (GROUP, side),
+    )
+    assert seen() == [(side, GROUP, 25, 13, 0, 1)]
+    assert (
+        f"stream {side}  for group {GROUP} alone: 25 entries, 13 undelivered, 0 pending"
+        in command(bench, "status").stdout
+    )
+    assert seen(redis_url="redis://127.0.0.1:1/0") == [(side, GROUP, None, None, 0, 1)]
+    transport.ack(GROUP, transport.read(GROUP, "one", [side], 25, 0.01))
+    transport.inspect(side, keep_seconds=0)
+    assert seen() == [(side, GROUP, 0, 0, 0, 1)], "what was put aside stays"
 
 
 def test_status_after_a_strangers_deletion_where_the_servers_lag_is_null(bench: Bench) -> None:
