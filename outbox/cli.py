@@ -304,8 +304,9 @@ def _lines(found: operations.Status) -> Iterator[str]:
         for group in stream.groups:
             waiting = "?" if group.undelivered is None else f"{group.undelivered:,}"
             pending = "?" if group.there is None else f"{group.pending:,}"
+            since = f" (oldest {_seconds(group.unacknowledged_seconds)})" if group.unacknowledged else ""
             yield (
-                f"  group {group.name}: {group.unacknowledged:,} not acknowledged, {waiting} undelivered, {pending} pending"
+                f"  group {group.name}: {group.unacknowledged:,} not acknowledged{since}, {waiting} undelivered, {pending} pending"
                 f" (oldest {_seconds(group.oldest_pending_seconds)}), acknowledged to batch {group.acked_batch}"
                 f" {_seconds(group.still_seconds)} ago"
                 + (f", {group.dead:,} dead letters" if group.dead else "")

@@ -31,6 +31,7 @@ class GroupStatus:
 
     Attributes:
         unacknowledged: events of batches after `acked_batch`, published or not: never too few, whatever Redis lost.
+        unacknowledged_seconds: since the oldest of them was sealed, as far as its batch is known.
         undelivered: events that none of its consumers has read, counted from the sealed batches, since the server's own
             ``lag`` is null or wrong after trims and deletions; None: it cannot be told just now.
         pending: delivered and not acknowledged.
@@ -44,6 +45,7 @@ class GroupStatus:
 
     name: str
     unacknowledged: int
+    unacknowledged_seconds: float | None
     undelivered: int | None
     pending: int
     oldest_pending_seconds: float | None
@@ -267,7 +269,6 @@ def _stream(
     # What was lost and is acknowledged everywhere is not published again.
     after = published if published is not None else min(declared.values(), default=0)
     unpublished = store.events_between(connection, head.stream, after, head.seq) if asked else None
-    first = store.batches_after(connection, head.stream, after, 1) if unpublished else []
     there = {group.name: group for group in state.groups}
     groups = []
     for name in sorted(declared.keys() | there.keys()):
@@ -276,9 +277,11 @@ def _stream(
         if group is not None and group.delivered is not None and published is not None:
             whole = store.events_between(connection, head.stream, group.delivered + 1, published)
             undelivered = group.undelivered + (whole if group.undelivered else 0)
+        unacknowledged = store.events_between(connection, head.stream, acked, head.seq)
+        oldest = _oldest(store, connection, head.stream, acked) if unacknowledged else None
         groups.append(
             GroupStatus(
-                name, store.events_between(connection, head.stream, acked, head.seq), undelivered,
+                name, unacknowledged, oldest, undelivered,
                 group.pending if group else 0, _age(group), acked, known.ages.get((head.stream, name)),
                 group.idle_seconds if group else None, group is not None if asked else None,
                 None if known.dead is None else known.dead.get((head.stream, name), 0),
@@ -287,7 +290,7 @@ def _stream(
     pause = known.pauses.get(head.stream)
     return StreamStatus(
         head.stream, head.seq, published, unpublished,
-        store.sealed_age(connection, first[0][0].seq) if first else None, state.length, state.missing,
+        _oldest(store, connection, head.stream, after) if unpublished else None, state.length, state.missing,
         pause.reason if pause else None, pause.seconds if pause else None,
         str(found) if isinstance(found, TransportError) else None, groups,
     )  # fmt: skip
@@ -298,6 +301,12 @@ def _by_stream(groups: Iterable[Group]) -> dict[str, dict[str, int]]:
     for group in groups:
         found.setdefault(group.stream, {})[group.name] = group.acked
     return found
+
+
+def _oldest(store: Store, connection: Connection, stream: str, after: int) -> float | None:
+    """Seconds since the stream's first batch after that number was sealed."""
+    first = store.batches_after(connection, stream, after, 1)
+    return store.sealed_age(connection, first[0][0].seq) if first else None
 
 
 def _side_streams(transport: StreamTransport | None, topics: set[str], known: _Known) -> list[SideStreamStatus]:
