@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import enum
 import inspect
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from outbox.envelope import MAX_NAME, Envelope, check_topic
 from outbox.errors import InvalidEvent, SettingsError
+from outbox.transport.base import CONSUMER_NAME
 
 Handler = Callable[[Envelope, Any], object]
 F = TypeVar("F", bound=Handler)
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
 
 
 class Order(enum.Enum):
@@ -48,8 +46,8 @@ class Consumer:
     """
 
     def __init__(self, name: str, *, topics: Iterable[str]) -> None:
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise SettingsError(f"consumer name: must match {_NAME.pattern}, is {name!r}")
+        if not isinstance(name, str) or not CONSUMER_NAME.fullmatch(name):
+            raise SettingsError(f"consumer name: must match {CONSUMER_NAME.pattern}, is {name!r}")
         self.name = name
         if isinstance(topics, str):
             raise SettingsError("topics: must be a list of topics, not one string")

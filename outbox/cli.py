@@ -191,6 +191,8 @@ def replay(
     Example: a new consumer gets what the outbox keeps: outbox replay --topic payments --group reports
     """
     settings = _settings(schema)
+    if group is not None:
+        replays.check_consumer(group)
     selection = replays.Selection(
         topic=topic, key=key, type=type, ids=tuple(id) if id else None, since=_instant("--since", since),
         until=_instant("--until", until), batches=_range("--batch", batch), after_position=after,

@@ -25,7 +25,7 @@ from outbox.retry import Stop, until_done
 from outbox.settings import RelaySettings
 from outbox.store import KEY, POSITION, TOPIC, Chosen, Connection, Row, Store
 from outbox.transport import Marker, Part, Transport
-from outbox.transport.base import side_stream, stream_of
+from outbox.transport.base import CONSUMER_NAME, side_stream, stream_of
 
 _log = logging.getLogger(__name__)
 
@@ -98,9 +98,9 @@ def replay(
         stopping: ends it between two steps, also while it waits.
 
     Raises:
+        SettingsError: no consumer can have that name; or see `survey`.
         StreamUnusable: a stream cannot be used; go on later with ``after_position`` of the last step.
         psycopg.Error: PostgreSQL cannot be reached; as well.
-        SettingsError: see `survey`.
     """
     parameters = _filter(store, connection, selection)
     publisher = _Publisher(store, connection, transport, settings, consumer, events_per_second or 0, stopping or Stop())
@@ -132,6 +132,16 @@ def replay_positions(
                 yield from publisher.pages(_filter(store, connection, Selection(), some[start : start + _STEP]))
 
     return publisher.steps(pages, 0)
+
+
+def check_consumer(name: str) -> None:
+    """See that there can be such a consumer: nobody else reads or trims what is published for it alone.
+
+    Raises:
+        SettingsError: there cannot.
+    """
+    if not CONSUMER_NAME.fullmatch(name):
+        raise SettingsError(f"consumer name: must match {CONSUMER_NAME.pattern}, is {name!r}")
 
 
 def survey(store: Store, connection: Connection, selection: Selection) -> list[Chosen]:
@@ -185,6 +195,8 @@ class _Publisher:
         events_per_second: float,
         stopping: Stop,
     ) -> None:
+        if consumer is not None:
+            check_consumer(consumer)
         self._store, self._connection, self._transport, self._settings = store, connection, transport, settings
         self._consumer, self._rate, self._stopping = consumer, events_per_second, stopping
         self._name = _random()

@@ -17,7 +17,7 @@ import uuid
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from outbox.envelope import Run
 from outbox.errors import TransportError
@@ -36,6 +36,10 @@ def stream_of(topic: str, key: str | None, lanes: int) -> str:
 def streams_of(topic: str, lanes: int) -> list[str]:
     """All streams of a topic."""
     return [topic] if lanes == 1 else [f"{topic}:{lane}" for lane in range(lanes)]
+
+
+#: Names that consumers may have. No colon or brace is in them, so that a side stream is nothing else.
+CONSUMER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,99}")
 
 
 def side_stream(topic: str, consumer: str) -> str:

@@ -360,8 +360,9 @@ def test_it_waits_while_memory_is_full_says_so_and_can_be_stopped(
 def test_a_signal_ends_it_between_steps_and_the_command_it_prints_goes_on(bench: Bench, number: signal.Signals) -> None:
     ids = bench.write(500) + bench.write(1, topic="other")
     drain(bench.relay())
-    process = started(bench, "--topic", TOPIC, "--group", "x y", "--rate", "100")
-    side = side_stream(TOPIC, "x y")
+    until = "2100-01-01 00:00+00:00"
+    process = started(bench, "--topic", TOPIC, "--until", until, "--group", "x", "--rate", "100")
+    side = side_stream(TOPIC, "x")
     eventually(lambda: bench.length(side) >= 100, 30)
     process.send_signal(number)
     _, said = process.communicate(timeout=30)
@@ -369,7 +370,7 @@ def test_a_signal_ends_it_between_steps_and_the_command_it_prints_goes_on(bench:
     found = re.search(r"^stopped after (\d+) events; go on with: (.*)$", said, re.MULTILINE)
     assert found, said
     done = int(found[1])
-    assert found[2] == f"outbox replay --topic {TOPIC} --group 'x y' --rate 100.0 --after {done} --yes"
+    assert found[2] == f"outbox replay --topic {TOPIC} --until '{until}' --group x --rate 100.0 --after {done} --yes"
     assert bench.length(side) == done < 500
     words = shlex.split(found[2])
     rest = command(bench, *words[2:])
@@ -563,6 +564,7 @@ def test_the_command_says_first_and_does_it_when_told(bench: Bench) -> None:
     assert bench.ids(side_stream(TOPIC, "wallet")) == ids[2:]
     for option, value, rule in (
         ("--since", "yesterday", "--since: is not a time like"), ("--batch", "1-2-3", "--batch: is not a batch number"),
+        *(("--group", name, "consumer name: must match") for name in ("", 'x"; DROP', "a:b", "{a}")),
         ("--batch", "1-99", "batches: must be the first and the last of a range that is there; there are batches 1 to"),
     ):  # fmt: skip
         wrong = command(bench, option, value)
