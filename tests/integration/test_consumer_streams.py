@@ -657,6 +657,12 @@ def test_o_95_no_command_ever_shows_a_password(guarded: dict[str, str], tmp_path
         cases += [(command, case, *faulty, 0) for case, faulty in (of_postgresql | of_redis).items()]
         cases.append((command, "not PostgreSQL's address", *not_postgresql, 1))
         cases.append((command, "not Redis' address", guarded | {"REDIS_URL": malformed}, "REDIS_URL: is not", 1))
+    for doctor in (("outbox", "doctor"), ("consumer", "doctor", "shop:wallet")):
+        for case in ("wrong password of PostgreSQL", "PostgreSQL is down", "wrong password of Redis", "Redis is down"):
+            cases.append((doctor, case, *(of_postgresql | of_redis)[case], 1))
+    for words in (("outbox", "status"), ("outbox", "replay", "--yes"), ("consumer", "reconcile", "shop:wallet")):
+        cases.append((words, "wrong password", *of_postgresql["wrong password of PostgreSQL"], 1))
+    cases.append((("outbox", "status"), "wrong password of Redis", *of_redis["wrong password of Redis"], -1))
     for migrate in (("outbox", "migrate"), ("consumer", "migrate")):  # they share all of their code
         cases.append((migrate, "all is well", guarded, "are at revision", -1))
         cases.append((migrate, "wrong password", *of_postgresql["wrong password of PostgreSQL"], 1))
