@@ -714,11 +714,11 @@ class Store:
             return 0
         deleted = connection.execute(
             sql.SQL("""
-            DELETE FROM {default} WHERE position IN (
+            DELETE FROM {default} WHERE position = ANY (ARRAY(
                 SELECT position FROM {default}
                 WHERE pg_visible_in_snapshot(xid, %(snap)s::pg_snapshot) AND (NOT %(open)s OR position <= %(after)s)
                   AND created_at < clock_timestamp() - make_interval(secs => %(keep)s)
-                ORDER BY position LIMIT %(limit)s FOR UPDATE SKIP LOCKED)
+                ORDER BY position LIMIT %(limit)s FOR UPDATE SKIP LOCKED))
             """).format(default=default),
             {
                 "snap": settled.snap, "open": settled.open, "after": settled.after, "keep": keep_seconds, "limit": limit

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import psycopg
 import pytest
@@ -168,6 +169,24 @@ def test_rows_that_never_got_a_partition_are_deleted_little_by_little(
         dropped = [drop_old(Store(), bench.db, Window(snap, snap, 0, False), 1, OLD) for _ in range(4)]
         assert [some.rows for some in dropped] == [5000, 5000, 2000, 0]
         assert dropped[-1] == Dropped([], 0, 0)
+
+
+def test_o_57_what_never_got_a_partition_is_deleted_by_its_index(
+    database_url: str, redis_url: str, prefix: str
+) -> None:
+    with Bench(database_url, redis_url, prefix) as bench:
+        bench.fill(200_000)
+        bench.db.execute("ANALYZE public.outbox_default")
+
+        def scans() -> Any:
+            bench.db.execute("SELECT pg_stat_force_next_flush()")
+            bench.db.execute("SELECT pg_stat_clear_snapshot()")
+            return bench.one("SELECT seq_scan FROM pg_stat_user_tables WHERE relname = 'outbox_default'")
+
+        snap, before = bench.one("SELECT pg_current_snapshot()::text"), scans()
+        for _ in range(3):
+            assert drop_old(Store(), bench.db, Window(snap, snap, 0, False), 1, 0).rows == 5000
+        assert scans() == before
 
 
 def test_o_58_many_at_once_under_load_drop_each_partition_once(bench: Bench) -> None:
