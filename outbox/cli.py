@@ -311,7 +311,7 @@ def _lines(found: operations.Status) -> Iterator[str]:
                 f"  group {group.name}: {group.unacknowledged:,} not acknowledged{since}, {waiting} undelivered, {pending} pending"
                 f" (oldest {_seconds(group.oldest_pending_seconds)}), acknowledged to batch {group.acked_batch}"
                 f" {_seconds(group.still_seconds)} ago"
-                + (f", {group.dead:,} dead letters" if group.dead else "")
+                + _dead(group.dead)
                 + (
                     ""
                     if group.there is not False
@@ -326,9 +326,14 @@ def _lines(found: operations.Status) -> Iterator[str]:
         pending = "?" if side.entries is None else f"{side.pending:,}"
         yield (
             f"stream {side.stream}  for group {side.group} alone: {entries} entries, {waiting} undelivered, {pending} pending"
-            f" (oldest {_seconds(side.oldest_pending_seconds)})"
-            + (f", {side.dead:,} dead letters" if side.dead else "")
+            f" (oldest {_seconds(side.oldest_pending_seconds)})" + _dead(side.dead)
         )
+
+
+def _dead(number: int | None) -> str:
+    if number is None:
+        return ", ? dead letters"
+    return f", {number:,} dead letters" if number else ""
 
 
 def _seconds(value: float | None) -> str:

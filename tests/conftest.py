@@ -111,10 +111,16 @@ def new_database_url(postgres_url: str, _migrated_template: str) -> Iterator[Cal
 
 
 @pytest.fixture
-def empty_database_url(postgres_url: str) -> Iterator[str]:
-    """A database of the test's own with nothing in it."""
-    with _new_database(postgres_url) as name:
-        yield _with_database(postgres_url, name)
+def empty_databases(postgres_url: str) -> Iterator[Callable[[], str]]:
+    """Makes databases of the test's own with nothing in them."""
+    with ExitStack() as stack:
+        yield lambda: _with_database(postgres_url, stack.enter_context(_new_database(postgres_url)))
+
+
+@pytest.fixture
+def empty_database_url(empty_databases: Callable[[], str]) -> str:
+    """One of them."""
+    return empty_databases()
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ TESTS = Path(__file__).parents[1]
 
 def _numbers_in_tests() -> set[str]:
     text = "\n".join(file.read_text() for file in TESTS.rglob("test_*.py"))
-    names = re.findall(r"def (test_o_\d\d\w*)", text)
-    return {f"O-{name[7:9]}" for name in names}
+    names = re.findall(r"def test((?:_o_\d\d)+)", text)
+    return {f"O-{number}" for name in names for number in re.findall(r"\d\d", name)}
 
 
 def test_every_case_is_listed_once_and_tested_where_it_says_so() -> None:

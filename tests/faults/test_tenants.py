@@ -1,11 +1,12 @@
-"""Two installations on the same servers, in two schemas and under two prefixes: what one does or suffers is not the other's."""
+"""Two installations on the same servers, in two schemas or two databases, and under two prefixes: what one does or suffers is not
+the other's."""
 
 from __future__ import annotations
 
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -71,22 +72,35 @@ class Tenant:
         return {row[0] for row in self._bench.db.execute(query)}
 
 
-@pytest.fixture
-def bench(empty_database_url: str, redis_url: str) -> Iterator[Bench]:
-    with Bench(empty_database_url, redis_url) as made:
-        made.make_tables()
-        yield made
+@pytest.fixture(params=["two schemas", "two databases"])
+def benches(
+    request: pytest.FixtureRequest, empty_databases: Callable[[], str], redis_url: str
+) -> Iterator[tuple[Bench, Bench]]:
+    """Each tenant's; one for both where they share a database."""
+    with ExitStack() as stack:
+        number = 1 if request.param == "two schemas" else 2
+        made = [stack.enter_context(Bench(empty_databases(), redis_url)) for _ in range(number)]
+        for each in made:
+            each.make_tables()
+        yield made[0], made[-1]
 
 
 def levels(findings: list[Finding], code: str) -> set[str]:
     return {finding.level for finding in findings if finding.code == code}
 
 
-def test_o_92_what_happens_to_one_tenant_is_not_the_others(bench: Bench, prefix: str, stack: ExitStack) -> None:
+def test_o_92_what_happens_to_one_tenant_is_not_the_others(
+    benches: tuple[Bench, Bench], prefix: str, stack: ExitStack
+) -> None:
     """The first one's relay is stopped, and its tables and the lock of its maintenance are held by somebody else."""
-    one, two = Tenant("one", bench, prefix), Tenant("two", bench, prefix)
+    bench = benches[0]
+    one, two = Tenant("one", bench, prefix), Tenant("two", benches[1], prefix)
+
+    def effects() -> Counter[str]:
+        return sum((each.effects() for each in set(benches)), Counter())
+
     first, second = one.write(20), two.write(30)
-    eventually(lambda: bench.effects() == Counter(first + second), 30)
+    eventually(lambda: effects() == Counter(first + second))
     assert (one.done(), two.done()) == (set(first), set(second))
 
     one.consumer.send_signal(signal.SIGTERM)
@@ -101,7 +115,7 @@ def test_o_92_what_happens_to_one_tenant_is_not_the_others(bench: Bench, prefix:
     held.execute("LOCK TABLE one.outbox, one.outbox_batch, one.processed_messages IN ACCESS EXCLUSIVE MODE")
     held.execute("SELECT pg_advisory_xact_lock(hashtextextended('partitions one outbox', 0))")
     begun, more = time.monotonic(), two.write(5)
-    eventually(lambda: bench.effects() == Counter(first + second + more), 20)
+    eventually(lambda: effects() == Counter(first + second + more), 20)
     assert time.monotonic() - begun < 5
     eventually(lambda: bench.redis.xlen(two.key) == 0)
     held.rollback()
@@ -121,7 +135,7 @@ def test_o_92_what_happens_to_one_tenant_is_not_the_others(bench: Bench, prefix:
     one.consumer = bench.start(
         "consumer", "run", "tests.faults.chaos:ledger", CONSUMER_SCHEMA="one", OUTBOX_KEY_PREFIX=one.prefix
     )
-    eventually(lambda: bench.effects() == Counter(first + second + more + late), 20)
+    eventually(lambda: effects() == Counter(first + second + more + late), 20)
     eventually(lambda: one.done() == set(first + late))
     assert two.done() == set(second + more)
 
