@@ -223,12 +223,16 @@ def _lines(report: Report) -> Iterator[str]:
         yield from (f"  {event_id}" for event_id in islice(found, 20))
         if len(found) > 20:
             yield f"  and {len(found) - 20:,} more"
+    if report.older:
+        yield f"{report.older:,} applied that are older than all that the outbox still has: not compared"
 
 
 def _json(report: Report) -> Iterator[str]:
     """The report as one JSON object, a line an id: there may be more than memory holds."""
     kinds = {"missing": report.missing, "late": report.late, "extra": report.extra}
-    counts = {"compared": report.compared, "dead": report.dead} | {f"{kind}_count": len(kinds[kind]) for kind in kinds}
+    counts = {"compared": report.compared, "dead": report.dead, "older": report.older} | {
+        f"{kind}_count": len(kinds[kind]) for kind in kinds
+    }
     yield "{"
     yield from (f'  "{name}": {number},' for name, number in counts.items())
     for number, (kind, found) in enumerate(kinds.items(), 1):

@@ -386,14 +386,15 @@ class Ledger:
         ).fetchone()
         return gone, row[0] if row else None
 
-    def processed(self, connection: Connection, since: datetime) -> Iterator[tuple[uuid.UUID, str]]:
-        """Ids and outcomes of what was processed since then, in order of the ids; streamed, in a transaction. Walks the
+    def processed(self, connection: Connection, since: datetime) -> Iterator[tuple[uuid.UUID, str, datetime]]:
+        """Ids and outcomes of what was processed since then, and when, in order of the ids; streamed, in a transaction. Walks the
         primary key."""
         with connection.cursor(name="processed", binary=True) as cursor:
             cursor.itersize = 5000
             cursor.execute(
                 sql.SQL("""
-                SELECT event_id, outcome FROM {} WHERE consumer = %s AND processed_at >= %s ORDER BY event_id
+                SELECT event_id, outcome, processed_at FROM {}
+                WHERE consumer = %s AND processed_at >= %s ORDER BY event_id
                 """).format(sql.Identifier(self.schema, "processed_messages")),
                 (self.consumer, since),
             )

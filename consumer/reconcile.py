@@ -11,7 +11,7 @@ import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from itertools import islice
 
 from consumer.handlers import Consumer
@@ -27,7 +27,7 @@ _READ = 5000  # ids at a time
 
 
 class Found:
-    """Events by id, in the order in which they were added, and where they are in the outbox (0: nowhere). Any number: beyond a
+    """Events by id, in the order in which they were added, with a number each: where they are in the outbox. Any number: beyond a
     mebibyte they are in a file that has no name and goes with this object."""
 
     _ENTRY = struct.Struct("!16sq")
@@ -54,6 +54,10 @@ class Found:
         """Where they are, in the same order."""
         return (position for _, position in self._entries())
 
+    def numbered(self) -> Iterator[tuple[uuid.UUID, int]]:
+        """Both."""
+        return ((uuid.UUID(bytes=event_id), number) for event_id, number in self._entries())
+
     def _entries(self) -> Iterator[tuple[bytes, int]]:
         for start in range(0, self._number, _READ):
             self._file.seek(start * self._ENTRY.size)
@@ -69,11 +73,13 @@ class Report:
         missing: recorded more than `grace` ago and not in the ledger: to be published again.
         late: not in the ledger, but so young that they may be on their way.
         extra: in the ledger, and not recorded in this outbox.
+        older: in the ledger and not in the outbox, but older than all that it still has, so that it may have dropped them.
         dead: in the ledger as put aside in dead_letters.
     """
 
     compared: int = 0
     dead: int = 0
+    older: int = 0
     missing: Found = field(default_factory=Found)
     late: Found = field(default_factory=Found)
     extra: Found = field(default_factory=Found)
@@ -100,9 +106,10 @@ def reconcile(
     report, store, unknown = Report(), Store(outbox_schema), Found()
     recorded = store.recorded(outbox, consumer.topics, since)
     processed = Ledger(consumer.name, ledger_schema).processed(ledger, since - _CLOCKS)
-    for event, outcome in _merged((e for e in recorded if consumer.handler(e.type)), processed):
+    for event, outcome, at in _merged((e for e in recorded if consumer.handler(e.type)), processed):
         if not isinstance(event, Recorded):
-            unknown.add(event)
+            assert at is not None
+            unknown.add(event, _recorded_by(event, at))
             continue
         report.compared += 1
         if outcome == "dead":
@@ -110,19 +117,38 @@ def reconcile(
         elif outcome is None:
             (report.late if event.created_at > now - grace else report.missing).add(event.id, event.position)
     # Recorded before `since` and processed after, or of a type that had a handler once: not extra after all.
-    rest = iter(unknown)
+    # Nor is what retention has dropped: it drops meanwhile, too, so it is asked last from when on the outbox has everything.
+    rest = unknown.numbered()
     while some := list(islice(rest, _LOOKED_FOR)):
-        known = store.known(outbox, some)
-        for event_id in some:
-            if event_id not in known:
+        known = store.known(outbox, [event_id for event_id, _ in some])
+        since_when = store.kept_since(outbox)
+        kept = _milliseconds(since_when) if since_when else 0
+        for event_id, recorded_by in some:
+            if event_id in known:
+                continue
+            if recorded_by <= kept:
+                report.older += 1
+            else:
                 report.extra.add(event_id)
     return report
 
 
+def _recorded_by(event_id: uuid.UUID, processed_at: datetime) -> int:
+    """By when at the latest the event was recorded, in milliseconds since 1970: before it was processed, and about when its
+    id was made if that is a UUIDv7."""
+    processed = _milliseconds(processed_at)
+    return min(processed, event_id.int >> 80) if event_id.version == 7 else processed
+
+
+def _milliseconds(instant: datetime) -> int:
+    return (instant - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(milliseconds=1)
+
+
 def _merged(
-    recorded: Iterable[Recorded], processed: Iterable[tuple[uuid.UUID, str]]
-) -> Iterator[tuple[Recorded | uuid.UUID, str | None]]:
-    """Both in order of their ids: an event with its outcome, one without, or an id that was not recorded. The ledger is read
+    recorded: Iterable[Recorded], processed: Iterable[tuple[uuid.UUID, str, datetime]]
+) -> Iterator[tuple[Recorded, str | None, None] | tuple[uuid.UUID, str, datetime]]:
+    """Both in order of their ids: an event with its outcome, one without, or an id that was not recorded and when it was
+    processed. The ledger is read
     from first: what is recorded meanwhile may then seem late, but what is processed meanwhile never extra."""
     rows = iter(processed)
     row = next(rows, None)
@@ -133,7 +159,7 @@ def _merged(
                 yield row
             row = next(rows, None)
         found = row is not None and row[0] == event.id
-        yield event, row[1] if row is not None and found else None
+        yield event, row[1] if row is not None and found else None, None
         last = event.id
     while row is not None:
         if row[0] != last:

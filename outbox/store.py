@@ -578,6 +578,12 @@ class Store:
         rows = connection.execute(self._sql("SELECT event_id FROM {outbox} WHERE event_id = ANY (%s)"), (list(ids),))
         return {event_id for (event_id,) in rows}
 
+    def kept_since(self, connection: Connection) -> datetime | None:
+        """When the event at the lowest position was recorded; None: there is no event. Retention may have dropped what is
+        older. Uses the primary key."""
+        row = connection.execute(self._sql("SELECT created_at FROM {outbox} ORDER BY position LIMIT 1")).fetchone()
+        return row[0] if row else None
+
     # --- status ---
 
     def unsealed(self, connection: Connection, limit: int) -> dict[str, tuple[int, float]]:

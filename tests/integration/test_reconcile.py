@@ -101,6 +101,31 @@ def test_what_was_recorded_before_and_processed_after_is_not_extra(
     assert shown(compared(bench)) == (0, 0, [], [], strangers)
 
 
+def test_what_the_outbox_has_dropped_is_not_extra(bench: Bench) -> None:
+    """Neither what was applied just before, nor what was recorded long before it was applied."""
+    before, late = bench.write(3), bench.write(2)
+    kept = bench.write(2)
+    drain(bench.relay())
+    bench.consume()
+    bench.db.execute("UPDATE public.outbox SET created_at = created_at + interval '1 hour'")
+    bench.db.execute("DELETE FROM public.outbox WHERE event_id = ANY (%s::uuid[])", (before + late,))
+    bench.db.execute(
+        "UPDATE public.processed_messages SET processed_at = processed_at + interval '2 hours' WHERE event_id = ANY (%s::uuid[])",
+        (late + kept,),
+    )
+    report = compared(bench)
+    assert (shown(report), report.older) == ((2, 0, [], [], []), 5)
+    stranger = uuid.uuid4()
+    bench.db.execute(
+        "INSERT INTO public.processed_messages (consumer, event_id, processed_at) VALUES ('ledger', %s, now() + interval '2 hours')",
+        (stranger,),
+    )
+    assert shown(compared(bench)) == (2, 0, [], [], [str(stranger)])
+    said = command(bench, "--grace", "0")
+    assert said.returncode == 3
+    assert said.stdout.endswith("5 applied that are older than all that the outbox still has: not compared\n")
+
+
 def test_the_command_repairs_for_this_consumer_alone_across_two_databases(
     bench: Bench, empty_database_url: str
 ) -> None:
@@ -129,7 +154,7 @@ def test_json_has_every_id(bench: Bench) -> None:
     ids = bench.write(120)
     found = json.loads(command(bench, "--json", "--grace", "0").stdout)
     assert found == {
-        "compared": 120, "dead": 0, "missing_count": 120, "late_count": 0, "extra_count": 0,
+        "compared": 120, "dead": 0, "older": 0, "missing_count": 120, "late_count": 0, "extra_count": 0,
         "missing": sorted(ids), "late": [], "extra": [],
     }  # fmt: skip
     found = json.loads(command(bench, "--json").stdout)
