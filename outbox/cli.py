@@ -304,11 +304,12 @@ def _lines(found: operations.Status) -> Iterator[str]:
         if stream.missing:
             yield f"  {stream.missing:,} entries were deleted by a stranger"
         for group in stream.groups:
+            name = group.name if group.name.isprintable() else repr(group.name)
             waiting = "?" if group.undelivered is None else f"{group.undelivered:,}"
             pending = "?" if group.there is None else f"{group.pending:,}"
             since = f" (oldest {_seconds(group.unacknowledged_seconds)})" if group.unacknowledged else ""
             yield (
-                f"  group {group.name}: {group.unacknowledged:,} not acknowledged{since}, {waiting} undelivered, {pending} pending"
+                f"  group {name}: {group.unacknowledged:,} not acknowledged{since}, {waiting} undelivered, {pending} pending"
                 f" (oldest {_seconds(group.oldest_pending_seconds)}), acknowledged to batch {group.acked_batch}"
                 f" {_seconds(group.still_seconds)} ago"
                 + _dead(group.dead)

@@ -308,8 +308,8 @@ class Transport(Protocol):
     def forget_consumers(self, group: str, stream: str, idle_seconds: float, names: Sequence[str] = ()) -> list[str]:
         """Remove names from the group that have nothing pending and were idle for so long (or are among `names`)."""
 
-    def drop_group(self, group: str, stream: str) -> None:
-        """Remove a group for good, with what is pending in it."""
+    def drop_group(self, group: str, stream: str) -> bool:
+        """Remove a group for good, with what is pending in it; whether it was there."""
 
     def leave(self, streams: Sequence[str], keep_seconds: int, oldest: int | None, stays_seconds: int = 0) -> None:
         """Leave beside the streams, whether they are there or not, how long events are kept (see `StreamInfo`).

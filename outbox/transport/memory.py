@@ -173,10 +173,9 @@ class MemoryTransport:
     def forget_consumers(self, group: str, stream: str, idle_seconds: float, names: Sequence[str] = ()) -> list[str]:
         return []  # names leave nothing behind here
 
-    def drop_group(self, group: str, stream: str) -> None:
+    def drop_group(self, group: str, stream: str) -> bool:
         with self._changed:
-            if stream in self._streams:
-                self._streams[stream].groups.pop(group, None)
+            return stream in self._streams and self._streams[stream].groups.pop(group, None) is not None
 
     def leave(self, streams: Sequence[str], keep_seconds: int, oldest: int | None, stays_seconds: int = 0) -> None:
         with self._changed:

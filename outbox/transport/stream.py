@@ -236,8 +236,11 @@ class StreamTransport:
             raise reply
         return [_readable(name) for name in reply]
 
-    def drop_group(self, group: str, stream: str) -> None:
-        _settle(self._pipeline([(stream, (b"XGROUP", b"DESTROY", self._key(stream), group))]))
+    def drop_group(self, group: str, stream: str) -> bool:
+        (reply,) = self._pipeline([(stream, (b"XGROUP", b"DESTROY", self._key(stream), group))])
+        if isinstance(reply, TransportError) and reply.code not in ("ERR", "WRONGTYPE"):  # else there is no such stream
+            raise reply
+        return bool(reply == 1)
 
     def _script(
         self, name: str, calls: Sequence[tuple[str, tuple[Any, ...]]], then: Sequence[Command] = ()

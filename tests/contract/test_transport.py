@@ -1085,8 +1085,9 @@ def test_o_25_names_with_pending_deliveries_are_never_removed(server: Server) ->
 def test_a_group_that_is_dropped_is_gone(there: Any) -> None:
     publish_batches(there, 1)
     there.transport.open(GROUP, ["a"])
-    there.transport.drop_group(GROUP, "a")
-    there.transport.drop_group(GROUP, "nowhere")
+    assert there.transport.drop_group(GROUP, "a") is True
+    assert there.transport.drop_group(GROUP, "a") is False
+    assert there.transport.drop_group(GROUP, "nowhere") is False
     assert there.transport.inspect("a").groups == []
 
 

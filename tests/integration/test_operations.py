@@ -17,7 +17,7 @@ import pytest
 
 from outbox import operations
 from outbox.embedded import ValkeyServer
-from outbox.errors import SettingsError
+from outbox.errors import SettingsError, TransportError
 from outbox.operations import StreamStatus, drop_group, opened, status
 from outbox.replay import Selection, replay
 from outbox.transport import StreamTransport
@@ -391,3 +391,29 @@ def test_a_dead_group_is_named_and_goes_by_command_only(bench: Bench) -> None:
     assert command(bench, "drop-group", "dead", "--yes").returncode == 1
     with pytest.raises(SettingsError, match="there is no group 'dead'"):
         drop_group(bench.settings(), "dead")
+
+
+def test_a_group_that_only_redis_knows_goes_too(bench: Bench) -> None:
+    """No relay has seen it yet, or its name is none that a relay writes down: it holds back trimming all the same."""
+    bench.write(5)
+    look(bench)
+    for name in ("new", "odd\nname"):
+        bench.transport().open(name, [TOPIC])
+        assert f"group {name if name.isprintable() else repr(name)}: 5 not" in command(bench, "status").stdout
+        assert drop_group(bench.settings(), name) == [TOPIC]
+    assert bench.transport().inspect(TOPIC).groups == []
+
+
+def test_a_group_that_redis_does_not_drop_is_not_said_to_be_forgotten(
+    database_url: str, own_valkey: Callable[..., ValkeyServer]
+) -> None:
+    with Bench(database_url, own_valkey().url) as bench:
+        bench.transport().open(GROUP, [TOPIC])
+        bench.write(5)
+        look(bench)
+        bench.redis.execute_command("ACL", "SETUSER", "few", "on", ">x", "~*", "+@all", "-xgroup|destroy")
+        few = bench.redis_url.replace("redis://", "redis://few:x@")
+        with pytest.raises(TransportError, match="no permissions"):
+            drop_group(bench.settings(redis_url=few), GROUP)
+        assert bench.one("SELECT count(*) FROM public.outbox_group") == 1
+        assert drop_group(bench.settings(), GROUP) == [TOPIC]
