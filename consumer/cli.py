@@ -63,6 +63,8 @@ Schema = Annotated[
 
 #: A consumer that was seen within this time is not gone.
 _GONE_SECONDS = 3600.0
+#: What can be taken from today and still is a date.
+_LONGEST_DAYS = 365_000
 
 Target = Annotated[str, typer.Argument(metavar="MODULE:NAME", help="The Consumer, e.g. myapp.handlers:wallet.")]
 
@@ -124,8 +126,12 @@ def doctor(
 @app.command()
 def reconcile(
     target: Target,
-    days: Annotated[float, typer.Option(min=0.001, help="Compare what was recorded in the last so many days.")] = 7,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that an event may be on its way.")] = 300,
+    days: Annotated[
+        float, typer.Option(min=0.001, max=_LONGEST_DAYS, help="Compare what was recorded in the last so many days.")
+    ] = 7,
+    grace: Annotated[
+        float, typer.Option(min=0, max=_LONGEST_DAYS * 86_400, help="Seconds that an event may be on its way.")
+    ] = 300,
     repair: Annotated[
         bool, typer.Option("--repair", help="Have the missing ones published again, for us alone.")
     ] = False,

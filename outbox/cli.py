@@ -15,7 +15,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -218,6 +218,8 @@ def replay(
             )
         if not total or not (yes or confirmed("Publish them?")):
             return
+        # What is recorded from now on was not asked about, and with busy producers would have no end.
+        selection = replace(selection, up_to_position=max(found.last for found in chosen))
         stopping, last = Stop(), replays.Step(0, after)
         stop_on_signals(stopping.set)
         steps = replays.replay(

@@ -53,6 +53,7 @@ class Selection:
         since, until: when they were recorded (``created_at``), the end not included; aware.
         batches: numbers of the first and the last sealed batch.
         after_position: only events at later positions.
+        up_to_position: and not beyond this one; without it, or another end, what is recorded meanwhile is published, too.
     """
 
     topic: str | None = None
@@ -63,6 +64,7 @@ class Selection:
     until: datetime | None = None
     batches: tuple[int, int] | None = None
     after_position: int = 0
+    up_to_position: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("since", "until"):
@@ -207,7 +209,7 @@ class _Publisher:
 
     def pages(self, parameters: dict[str, object]) -> Iterator[list[Row]]:
         """Read what is selected: a second's worth of rows at most, and bounded in bytes like a batch."""
-        limit = min(_STEP, max(1, int(self._rate or _STEP)))
+        limit = max(1, int(min(_STEP, self._rate or _STEP)))
         parameters = parameters | {"limit": limit, "bytes": self._settings.batch_bytes}
         while rows := self._store.select(self._connection, parameters):
             yield rows

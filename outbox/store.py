@@ -52,7 +52,8 @@ _IN_WINDOW: Final = (
     "NOT pg_visible_in_snapshot(xid, %(prev)s::pg_snapshot) AND pg_visible_in_snapshot(xid, %(snap)s::pg_snapshot)"
 )
 _SELECTED: Final = (
-    "position > %(after)s AND (%(topic)s::text IS NULL OR topic = %(topic)s)"
+    "position > %(after)s AND (%(up_to_position)s::bigint IS NULL OR position <= %(up_to_position)s::bigint)"
+    " AND (%(topic)s::text IS NULL OR topic = %(topic)s)"
     " AND (%(key)s::text IS NULL OR key = %(key)s) AND (%(type)s::text IS NULL OR type = %(type)s)"
     " AND (%(ids)s::uuid[] IS NULL OR event_id = ANY (%(ids)s::uuid[]))"
     " AND (%(positions)s::bigint[] IS NULL OR position = ANY (%(positions)s::bigint[]))"
@@ -135,12 +136,13 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """How many events of a topic are selected, and when the oldest and the newest of them were recorded."""
+    """How many events of a topic are selected, when the oldest and the newest of them were recorded, and the last position."""
 
     topic: str
     events: int
     oldest: datetime
     newest: datetime
+    last: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -522,7 +524,7 @@ class Store:
 
     def select(self, connection: Connection, parameters: dict[str, Any]) -> list[Row]:
         """Up to `limit` committed rows at positions above `after`, up to the one that reaches `bytes` of payload, that fit
-        `topic`, `key`, `type`, `ids`, `positions`, `since`, `until` and the batches (None fits all). Walks the primary key:
+        `up_to_position`, `topic`, `key`, `type`, `ids`, `positions`, `since`, `until` and the batches (None fits all). Walks the primary key:
         the outbox has no index for these but for positions, and writers no price to pay."""
         return self._rows(
             connection,
@@ -541,7 +543,7 @@ class Store:
         """What `select` would find, by topic. Reads the whole outbox above `after`."""
         rows = connection.execute(
             self._sql("""
-            SELECT topic, count(*), min(created_at), max(created_at) FROM {outbox} WHERE {selected}
+            SELECT topic, count(*), min(created_at), max(created_at), max(position) FROM {outbox} WHERE {selected}
             GROUP BY topic ORDER BY topic
             """),
             parameters,

@@ -152,6 +152,7 @@ def test_the_command_repairs_for_this_consumer_alone_across_two_databases(
 def test_json_has_every_id(bench: Bench) -> None:
     bench.make_tables()
     ids = bench.write(120)
+    assert command(bench, "--days", "1000000").returncode == 2, "there is no such date"
     found = json.loads(command(bench, "--json", "--grace", "0").stdout)
     assert found == {
         "compared": 120, "dead": 0, "older": 0, "missing_count": 120, "late_count": 0, "extra_count": 0,

@@ -571,6 +571,21 @@ def test_the_command_says_first_and_does_it_when_told(bench: Bench) -> None:
         assert (wrong.returncode, f"error: {rule}" in wrong.stderr) == (1, True), wrong.stderr
 
 
+def test_what_is_recorded_meanwhile_is_not_replayed(bench: Bench) -> None:
+    """It was not asked about, and where producers are as fast as the rate it would have no end."""
+    ids = bench.write(300)
+    drain(bench.relay())
+    process = started(bench, "--group", "x", "--rate", "200")
+    side = side_stream(TOPIC, "x")
+    eventually(lambda: bench.length(side) > 0, 30)
+    bench.write(300)
+    said, _ = process.communicate(timeout=30)
+    assert said.splitlines()[-1] == "300 events published again"
+    assert bench.ids(side) == ids
+    fast = command(bench, "--rate", "inf", "--group", "y", "--yes")
+    assert (fast.returncode, bench.length(side_stream(TOPIC, "y"))) == (0, 600), fast.stderr
+
+
 @pytest.mark.parametrize("answer", ["y", "n"])
 def test_at_a_terminal_it_asks_and_shows_a_bar(bench: Bench, answer: str) -> None:
     bench.write(5)
