@@ -453,10 +453,11 @@ def started(stop: Callable[[], None], look: Callable[[], list[Finding]], *, stri
 
 
 def run_app(application: typer.Typer) -> None:
-    """Run a command; our errors and the databases' are one line on standard error and exit code 1 (78: not started)."""
+    """Run a command; our errors, the databases' and the system's (a full disk) are one line on standard error and exit code 1
+    (78: not started)."""
     try:
         application()
-    except (OutboxError, psycopg.Error, sqlalchemy.exc.SQLAlchemyError) as error:
+    except (OutboxError, psycopg.Error, sqlalchemy.exc.SQLAlchemyError, OSError) as error:
         cause = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) and error.orig else error
         typer.echo(f"error: {' '.join(str(cause).split())}", err=True)
         raise SystemExit(os.EX_CONFIG if isinstance(error, NotStarted) else 1) from None

@@ -366,6 +366,17 @@ def test_status_says_paused_while_memory_is_short(database_url: str, own_valkey:
         eventually(lambda: (paused(bench), bench.length()) == (None, 2), 30)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has it")
+def test_a_full_disk_is_one_line(bench: Bench) -> None:
+    with Path("/dev/full").open("w") as there:
+        full = subprocess.run(
+            [sys.executable, "-m", "outbox", "status"],
+            cwd=ROOT, env=os.environ | {"DATABASE_URL": bench.database_url, "REDIS_URL": bench.redis_url},
+            stdout=there, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert (full.returncode, full.stderr) == (1, "error: [Errno 28] No space left on device\n")
+
+
 # --- groups ----------------------------------------------------------------------------------------------------------
 
 
