@@ -48,9 +48,11 @@ def database_address(url: str) -> str:
     """
     address = re.sub(r"^postgres(ql)?(\+\w+)?://", "postgresql://", url)
     try:
-        conninfo_to_dict(address)
+        hosts = str(conninfo_to_dict(address).get("host") or "").split(",")
     except psycopg.Error:
         raise SettingsError("DATABASE_URL: is not a PostgreSQL address (postgresql://user@host:port/name)") from None
+    if any("@" in host[1:] and not host.startswith("/") for host in hosts):  # of the password, which errors would show
+        raise SettingsError("DATABASE_URL: has an @ in the name of its host; one in a password is written %40")
     return address
 
 

@@ -171,6 +171,14 @@ def test_forms_of_a_postgresql_address(url: str) -> None:
     assert conninfo_to_dict(database_address(url))["dbname"] == "d"
 
 
+def test_what_follows_an_at_sign_in_a_password_is_no_host_that_errors_show() -> None:
+    with pytest.raises(SettingsError, match="%40") as raised:
+        database_address("postgresql://u:se@cret@h/d")
+    assert "cret" not in str(raised.value)
+    for fine in ("postgresql://u:se%40cret@h/d", "postgresql://u@%2Frun%2Fa@b/d", "host=@abstract user=u dbname=d"):
+        assert database_address(fine) == fine
+
+
 @pytest.mark.parametrize(
     ("url", "address"),
     [
