@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import logging
@@ -145,11 +146,14 @@ def drop_group(
     name: Annotated[str, typer.Argument(help="The consumer group, as `outbox status` names it.")],
     schema: Schema = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also one of which a process was there within a minute.")
+    ] = False,
 ) -> None:
     """Forget a consumer group that is gone for good: nothing is kept for it any longer, and what it left is lost to it."""
     if not yes:
         typer.confirm(f"Forget group {name} and everything that it has not acknowledged?", abort=True)
-    for stream in operations.drop_group(_settings(schema), name):
+    for stream in operations.drop_group(_settings(schema), name, force=force):
         typer.echo(f"group {name} of stream {stream} is forgotten")
 
 
@@ -453,11 +457,13 @@ def started(stop: Callable[[], None], look: Callable[[], list[Finding]], *, stri
 
 
 def run_app(application: typer.Typer) -> None:
-    """Run a command; our errors, the databases' and the system's (a full disk) are one line on standard error and exit code 1
-    (78: not started)."""
+    """Run a command; our errors, the databases' and a full disk are one line on standard error and exit code 1 (78: not
+    started)."""
     try:
         application()
     except (OutboxError, psycopg.Error, sqlalchemy.exc.SQLAlchemyError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
         cause = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) and error.orig else error
         typer.echo(f"error: {' '.join(str(cause).split())}", err=True)
         raise SystemExit(os.EX_CONFIG if isinstance(error, NotStarted) else 1) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 _COUNTED, _SIDE_COUNTED = 1_000_000, 10_000
 _TRIES, _PAUSE_SECONDS = 20, 0.25
+#: Whoever asked for something within this is still there: consumers ask every 30 seconds at least.
+_GONE_SECONDS = 60.0
 #: How long `status` waits for an answer of Redis, after which it asks no more; and of PostgreSQL, to one thing that it asks
 #: (about one stream, of which there may be thousands), after which it gives up.
 _REDIS_SECONDS, _DATABASE_SECONDS = 0.4, 10.0
@@ -176,17 +178,22 @@ def status(settings: RelaySettings, consumer_schema: str = "public") -> Status:
         )  # fmt: skip
 
 
-def drop_group(settings: RelaySettings, name: str) -> list[str]:
+def drop_group(settings: RelaySettings, name: str, *, force: bool = False) -> list[str]:
     """Forget a group for good, in PostgreSQL and in Redis: nothing is kept for it any longer. Returns its streams.
 
+    Args:
+        force: also one that is not gone. It is made anew at once, and never gets what it had not acknowledged.
+
     Raises:
-        SettingsError: there is no such group.
+        SettingsError: there is no such group; or one of its processes asked for something within the last minute.
         TransportError: Redis does not do it; what is left is dropped by another call.
     """
     streams: set[str] = set()
     with opened(settings) as (store, connection, transport):
         # At every stream: no relay may have seen it yet, and of a name that is too odd it writes nothing down.
         asked = {head.stream for head in store.heads(connection)}
+        if not force:
+            _check_gone(transport, name, sorted(asked))
         for _ in range(_TRIES):
             asked |= {group.stream for group in store.groups(connection) if group.name == name}
             found = {stream for stream in sorted(asked) if transport.drop_group(name, stream)}
@@ -199,6 +206,17 @@ def drop_group(settings: RelaySettings, name: str) -> list[str]:
     if not streams:
         raise SettingsError(f"there is no group {name!r}; `outbox status` lists them")
     return sorted(streams)
+
+
+def _check_gone(transport: StreamTransport, name: str, streams: list[str]) -> None:
+    for stream in streams:
+        with suppress(StreamUnusable):
+            for group in transport.inspect(stream).groups:
+                if group.name == name and group.idle_seconds is not None and group.idle_seconds < _GONE_SECONDS:
+                    raise SettingsError(
+                        f"a process of group {name!r} asked for events of stream {stream} {group.idle_seconds:.0f} s ago: it is "
+                        "not gone, and would lose what it has not acknowledged. Stop it and come back in a minute, or say --force"
+                    )
 
 
 def new_epoch(settings: RelaySettings) -> int:

@@ -128,7 +128,7 @@ def test_o_92_what_happens_to_one_tenant_is_not_the_others(
     bench.redis.xgroup_create(one.key, ledger.name, id="0")
 
     assert (status(one.settings()).relays, status(two.settings()).relays) == (1, 1)
-    drop_group(two.settings(), ledger.name)
+    drop_group(two.settings(), ledger.name, force=True)
     assert [group.name for stream in status(one.settings()).streams for group in stream.groups] == [ledger.name]
 
     one.relay.send_signal(signal.SIGCONT)

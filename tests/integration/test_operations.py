@@ -415,6 +415,22 @@ def test_a_group_that_only_redis_knows_goes_too(bench: Bench) -> None:
     assert bench.transport().inspect(TOPIC).groups == []
 
 
+def test_a_group_of_a_consumer_that_lives_is_not_dropped(bench: Bench) -> None:
+    """The wrong name, perhaps: it would be made anew at once, and never get what it had not acknowledged."""
+    transport = bench.transport()
+    transport.open(GROUP, [TOPIC])
+    bench.write(5)
+    look(bench)
+    transport.read(GROUP, "one", [TOPIC], 2, 0.01)
+    with pytest.raises(SettingsError, match="'wallet' asked for events of stream accounts 0 s ago: it is not gone"):
+        drop_group(bench.settings(), GROUP)
+    refused = command(bench, "drop-group", GROUP, "--yes")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert [group.name for group in transport.inspect(TOPIC).groups] == [GROUP]
+    assert command(bench, "drop-group", GROUP, "--yes", "--force").returncode == 0
+    assert transport.inspect(TOPIC).groups == []
+
+
 def test_a_group_that_redis_does_not_drop_is_not_said_to_be_forgotten(
     database_url: str, own_valkey: Callable[..., ValkeyServer]
 ) -> None:
