@@ -219,7 +219,28 @@ def test_the_topics_of_several_outboxes_are_kept_apart(bench: Bench) -> None:
     consume(bench, both)
     assert time.time() - some.needed_since(bench.db, DAY).timestamp() == pytest.approx(61 * DAY, abs=60)
     consume(bench, Consumer("both", topics=["other"]))
+    assert time.time() - some.needed_since(bench.db, DAY).timestamp() == pytest.approx(61 * DAY, abs=60)
+    bench.db.execute(
+        "UPDATE public.consumer_retention SET seen_at = seen_at - interval '30 days' WHERE topic = %s", (TOPIC,)
+    )
+    consume(bench, Consumer("both", topics=["other"]))
     assert time.time() - some.needed_since(bench.db, DAY).timestamp() == pytest.approx(30 * DAY, abs=60)
+
+
+def test_processes_of_one_consumer_that_read_other_topics_forget_nothing_of_each_other(bench: Bench) -> None:
+    """Old and new processes of a deployment, or a deployment for each topic."""
+    transport = bench.transport()
+    transport.open("silent", [TOPIC])
+    once = old_and_applied(bench, 40)
+    relay(bench)
+    consume(bench)
+    transport.leave(["other"], 7 * DAY, int(time.time()))
+    consume(bench, Consumer("ledger", topics=["other"]))
+    assert remembered(bench) == 3
+    lose(bench)
+    relay(bench)
+    assert bench.length() == 3, "published again for the silent group"
+    assert consume(bench) == once
 
 
 def test_what_the_outbox_had_is_remembered_for_a_day_more(bench: Bench) -> None:
