@@ -151,7 +151,7 @@ def _keeps(keeper: Keeper, schema: str) -> Finding:
         return warning(
             "ledger-keeps", f"{what}, or did when the consumer was last seen, {lasting(keeper.unseen_seconds)} ago",
             f"Start it. If it is gone for good: outbox drop-group {keeper.consumer}, then consumer forget {keeper.consumer}"
-            f"{'' if schema == 'public' else f' --schema {schema}'}.",
+            f"{'' if schema == 'public' else f' --schema {schema}'}. If only the topic is read no longer, this ends by itself.",
         )  # fmt: skip
     return ok("ledger-keeps", f"{what} (a group lags, see outbox doctor; or a partition is not full yet)")
 

@@ -166,6 +166,7 @@ class Ledger:
         self._remember = compose("""
             WITH gone AS (
                 DELETE FROM {consumer_retention} WHERE consumer = %(consumer)s AND topic <> ALL (%(topics)s::text[])
+                AND seen_at < clock_timestamp() - make_interval(secs => retention_seconds)
             )
             INSERT INTO {consumer_retention} AS r (consumer, topic, retention_seconds, outbox_since)
             SELECT %(consumer)s, topic, %(retention)s, to_timestamp(since)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from outbox.settings import RelaySettings
 from outbox.store import Connection, Group, Store, StreamHead
 from outbox.telemetry import Measurement, StreamPaused, Trimmed
 from outbox.transport import Marker, Part, Transport
-from outbox.transport.base import StreamState, batch_number, topic_of
+from outbox.transport.base import GroupState, StreamState, batch_number, topic_of
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ _RESUME_BELOW = 0.05
 _SEEN_SECONDS = 60.0
 #: Groups with other names are strangers', and not written down.
 _LONGEST_NAME = 200
+#: In a name: bytes that are no text. So written it is another name, and its group would be missing.
+_NO_TEXT = re.compile(r"\\x[0-9a-f]{2}")
 _PAUSED = {
     "memory": "Redis uses more than OUTBOX_MAX_MEMORY_SHARE of its memory",
     "length": "it has more than OUTBOX_MAX_STREAM_LENGTH unacknowledged entries",
@@ -162,12 +165,14 @@ class Streams(dict[str, Stream]):
         Raises:
             TransportError: it cannot be looked at.
         """
-        self._look(name, self._declared.get(name, []), self._settings.stream_keep_seconds)
+        state = self._look(name, self._declared.get(name, []), self._settings.stream_keep_seconds)
+        if _lagging(state):  # what it keeps there has left the outbox
+            self._trimmed[name] = False
 
     def _look(self, name: str, declared: list[str], keep_seconds: float) -> StreamState:
         self._trimmed[name] = False  # nor does it go where nobody can look
         state = self._transport.inspect(name, groups=declared, keep_seconds=keep_seconds)
-        there = {group.name for group in state.groups}
+        there = {group.name for group in state.groups if _is_declared(group)}
         self._trimmed[name] = not state.length or (bool(there) and there.issuperset(declared))
         if state.trimmed:
             self._observe(Trimmed(name, state.trimmed))
@@ -196,13 +201,16 @@ class Streams(dict[str, Stream]):
         seen = [
             Group(name, group.name, min(group.acked or 0, stream.seq) if group.basis in ours else 0)
             for group in state.groups
-            if group.name.isprintable() and len(group.name) <= _LONGEST_NAME
+            if _is_declared(group)
         ]
         if time.monotonic() >= stream.written_until or any(
             group.acked > stream.acked.get(group.name, -1) for group in seen
         ):
             self._store.see_groups(connection, seen, timeline)
             stream.written_until = time.monotonic() + _SEEN_SECONDS
+        if lagging := _lagging(state):  # which is no matter, while the outbox has all that they keep in the stream
+            oldest = self._store.oldest_seq(connection) or 0
+            self._trimmed[name] &= all(group.basis in ours and (group.acked or 0) + 1 >= oldest for group in lagging)
         return state.missing
 
     def _ours(self, connection: Connection, stream: Stream, labels: set[str]) -> set[str]:
@@ -263,3 +271,13 @@ class Streams(dict[str, Stream]):
         else:
             _log.info("stream %s goes on", name, extra={"action": "stream_resumed", "stream": name})
         self._observe(StreamPaused(name, reason))
+
+
+def _is_declared(group: GroupState) -> bool:
+    """Whether a group that is there is written down; else it is a stranger's, by its name."""
+    return group.name.isprintable() and len(group.name) <= _LONGEST_NAME and not _NO_TEXT.search(group.name)
+
+
+def _lagging(state: StreamState) -> list[GroupState]:
+    """The groups for which there is something that they have not acknowledged."""
+    return [group for group in state.groups if group.pending or group.undelivered or group.acked is None]

@@ -53,7 +53,7 @@ for _, info in ipairs(call('XINFO', 'GROUPS', KEYS[1])) do
   local needed, keep = undelivered, after(delivered)
   if group['pending'] > 0 then
     oldest = call('XPENDING', KEYS[1], group['name'])[2]
-    needed, keep = batch_from(oldest), oldest
+    if not earlier(keep, oldest) then needed, keep = batch_from(oldest), oldest end  -- it is, where XGROUP SETID set it back
   end
   if limit and earlier(keep, limit) then limit = keep end
   names[group['name']] = true

@@ -1017,6 +1017,16 @@ def test_groups_of_strangers_may_have_any_name(server: Server) -> None:
     assert {group.name for group in server.transport.inspect("a").groups} == {"\\xff", "a\0b"}
 
 
+def test_a_group_that_is_set_back_needs_what_comes_before_its_pending_entries(server: Server) -> None:
+    publish_batches(server, 1)
+    server.raw.execute_command("XGROUP", "CREATE", server.key("a"), GROUP, "$")
+    assert server.transport.publish([batch(2, marker(1))]) == [marker(2)]
+    (pending,) = server.transport.read(GROUP, "one", ["a"], 1, 0)
+    server.raw.execute_command("XGROUP", "SETID", server.key("a"), GROUP, "0")
+    state = server.transport.inspect("a", keep_seconds=0)
+    assert (state.trimmed, group_of(state).acked, group_of(state).oldest_pending) == (0, 0, pending.receipt)
+
+
 def test_an_entry_in_the_future_does_not_keep_what_is_acknowledged(server: Server) -> None:
     server.raw.xadd(server.key("a"), {"x": "y"}, id="99999999999999-0")
     publish_batches(server, 1, 2)

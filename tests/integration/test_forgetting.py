@@ -219,7 +219,28 @@ def test_the_topics_of_several_outboxes_are_kept_apart(bench: Bench) -> None:
     consume(bench, both)
     assert time.time() - some.needed_since(bench.db, DAY).timestamp() == pytest.approx(61 * DAY, abs=60)
     consume(bench, Consumer("both", topics=["other"]))
+    assert time.time() - some.needed_since(bench.db, DAY).timestamp() == pytest.approx(61 * DAY, abs=60)
+    bench.db.execute(
+        "UPDATE public.consumer_retention SET seen_at = seen_at - interval '30 days' WHERE topic = %s", (TOPIC,)
+    )
+    consume(bench, Consumer("both", topics=["other"]))
     assert time.time() - some.needed_since(bench.db, DAY).timestamp() == pytest.approx(30 * DAY, abs=60)
+
+
+def test_processes_of_one_consumer_that_read_other_topics_forget_nothing_of_each_other(bench: Bench) -> None:
+    """Old and new processes of a deployment, or a deployment for each topic."""
+    transport = bench.transport()
+    transport.open("silent", [TOPIC])
+    once = old_and_applied(bench, 40)
+    relay(bench)
+    consume(bench)
+    transport.leave(["other"], 7 * DAY, int(time.time()))
+    consume(bench, Consumer("ledger", topics=["other"]))
+    assert remembered(bench) == 3
+    lose(bench)
+    relay(bench)
+    assert bench.length() == 3, "published again for the silent group"
+    assert consume(bench) == once
 
 
 def test_what_the_outbox_had_is_remembered_for_a_day_more(bench: Bench) -> None:
@@ -391,6 +412,42 @@ def test_while_a_stream_cannot_be_looked_at_its_consumers_remember(bench: Bench)
     assert oldest() == before
     right = True
     assert (oldest() or 0) > before + 30 * DAY
+
+
+@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize("name", [b"no\ngroup", b"late"])
+def test_while_a_group_keeps_what_the_outbox_has_dropped_others_remember_it(
+    bench: Bench, name: bytes, busy: bool
+) -> None:
+    """A stranger's, which is not declared; or one that is made anew, and had acknowledged it all."""
+    once = old_and_applied(bench, 40)
+    if name == b"late":
+        bench.db.execute("INSERT INTO public.outbox_group (stream, name, acked) VALUES (%s, 'late', 1)", (TOPIC,))
+    bench.redis.xgroup_create(bench.key(), name, "0")
+    if busy:
+        once.update(bench.write())
+    relay(bench)
+    consume(bench)
+    for table in ("outbox_stream", "outbox_batch", "outbox"):
+        column = "position" if table == "outbox" else "seq"
+        some = f"WHERE {column} < (SELECT max({column}) FROM public.{table})" if busy else ""  # noqa: S608
+        bench.db.execute(f"DELETE FROM public.{table} {some}")  # noqa: S608 - ours
+    for _ in range(2):
+        relay(bench, stream_keep_seconds=0.001)
+    assert bench.length() == once.total(), "kept for the group"
+    for _ in range(3):
+        consume(bench)
+        bench.db.execute("UPDATE public.consumer_retention SET begun_at = begun_at - interval '25 hours'")
+    made_anew(bench)
+    assert consume(bench) == once
+
+
+def test_a_group_whose_name_is_no_text_is_in_nobodys_way(bench: Bench) -> None:
+    old_and_applied(bench, 40)
+    bench.redis.xgroup_create(bench.key(), b"\xff", "$")
+    relay(bench)
+    relay(bench, stream_keep_seconds=0.001)
+    assert bench.length() == 0, "it has acknowledged all"
 
 
 def test_the_ledger_must_remember_for_as_long_as_an_entry_may_stay_after_a_replay(bench: Bench) -> None:
