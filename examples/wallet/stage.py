@@ -194,5 +194,6 @@ def stage(database_url: str, redis_url: str) -> Iterator[Stage]:
                 process.log.close()
             with psycopg.connect(address, autocommit=True) as connection:
                 connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(sql.Identifier(name)))
+            valkey.connection_pool.disconnect()  # Ctrl-C may have come between a command and its reply
             for key in valkey.scan_iter(match=f"{place.prefix}*", count=1000):
                 valkey.unlink(key)
