@@ -192,6 +192,7 @@ def drop_group(settings: RelaySettings, name: str, *, force: bool = False) -> li
     with opened(settings) as (store, connection, transport):
         # At every stream: no relay may have seen it yet, and of a name that is too odd it writes nothing down.
         asked = {head.stream for head in store.heads(connection)}
+        asked |= {group.stream for group in store.groups(connection) if group.name == name}
         if not force:
             _check_gone(transport, name, sorted(asked))
         for _ in range(_TRIES):
