@@ -14,6 +14,7 @@ COPY README.md LICENSE ./
 COPY migrations migrations
 COPY outbox outbox
 COPY consumer consumer
+COPY pytest_outbox.py ./
 RUN python -m pip --python /venv/bin/python install --no-cache-dir --no-deps .
 
 FROM python:3.13-slim

@@ -7,7 +7,7 @@ WORKERS ?= --numprocesses=auto --maxprocesses=4 --dist=loadgroup
 READY  := $(VENV)/.ready-$(shell cksum < pyproject.toml | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo failures test test-long check lint types bench soak clean
+.PHONY: help setup demo failures test test-long check lint types bench soak fire clean
 
 help:  ## list what can be made
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ bench: $(READY)  ## measure relay and consumer beside their baselines: a table, 
 SECONDS ?= 60
 soak: $(READY)  ## every fault at random under load, then every invariant: make soak SECONDS=600 ARGS=--cluster
 	@$(BIN)/python -m tests.faults.soak $(SECONDS) $(ARGS)
+
+fire: $(READY)  ## jobs while producers, workers and relays are killed at random: make fire SECONDS=60 ARGS="--cluster --server redis7"
+	@$(BIN)/python -m tests.faults.fire $(SECONDS) $(ARGS)
 
 clean:  ## remove the virtual environment and caches
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,9 +1,11 @@
-"""Consuming events whose handler is one UPDATE: our worker beside one transaction a message, with the same handler."""
+"""Consuming events whose handler is one UPDATE: our worker beside one transaction a message, with the same handler, and with one
+that does the same for a whole batch."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import psycopg
@@ -21,6 +23,13 @@ from outbox.envelope import decode
 
 _CREDIT = text("UPDATE wallet SET balance = balance + :amount WHERE id = :id")
 _CREDIT_RAW = "UPDATE wallet SET balance = balance + %s WHERE id = %s"
+_CREDIT_MANY = """
+    UPDATE wallet SET balance = balance + batch.amount
+    FROM (
+        SELECT id, sum(amount) AS amount FROM unnest(%s::text[], %s::bigint[]) AS batch (id, amount) GROUP BY id
+    ) AS batch
+    WHERE wallet.id = batch.id
+"""
 _BASELINE_LEDGER = text(
     "INSERT INTO processed_messages (consumer, event_id) VALUES ('baseline', :id) ON CONFLICT DO NOTHING RETURNING 1"
 )
@@ -34,6 +43,10 @@ def credit_raw(event: Envelope, connection: psycopg.Connection[Any]) -> None:
     connection.execute(_CREDIT_RAW, (event.payload["amount_halala"], event.key))
 
 
+def credit_many(events: Sequence[Envelope], connection: psycopg.Connection[Any]) -> None:
+    connection.execute(_CREDIT_MANY, ([e.key for e in events], [e.payload["amount_halala"] for e in events]))
+
+
 def run(postgres: str, valkey: str, events: int) -> list[Measurement]:
     """All sides' turns on one pair of servers; the baseline gets a tenth of the messages, being that much slower."""
     some = max(1000, events // 5)
@@ -44,11 +57,12 @@ def run(postgres: str, valkey: str, events: int) -> list[Measurement]:
         connection.execute("VACUUM ANALYZE wallet")
         client = redis.Redis.from_url(valkey)
         turns = []
-        for stream, count in (("baseline", some // 10), ("session", some), ("raw", some)):
+        for stream, count in (("baseline", some // 10), ("session", some), ("raw", some), ("batch", 5 * some)):
             _fill(client, stream, count)
         turns.append(_baseline(postgres, client, some // 10))
         turns.append(_worker(postgres, valkey, "session", "worker, plain handler (SQLAlchemy Session)", some))
         turns.append(_worker(postgres, valkey, "raw", "worker, plain handler (psycopg connection)", some))
+        turns.append(_worker(postgres, valkey, "batch", "worker, batch handler (one statement a batch)", 5 * some))
         row = connection.execute("SELECT sum(balance) FROM wallet").fetchone()
         assert row is not None
         done = sum(turn.events for turn in turns)
@@ -94,7 +108,9 @@ def _baseline(postgres: str, client: redis.Redis, events: int) -> Measurement:
 
 def _worker(postgres: str, valkey: str, topic: str, what: str, events: int) -> Measurement:
     consumer = Consumer(topic, topics=[topic])
-    if topic == "raw":
+    if topic == "batch":
+        consumer.on_batch("payment.received", raw=True)(credit_many)
+    elif topic == "raw":
         consumer.on("payment.received", raw=True)(credit_raw)
     else:
         consumer.on("payment.received")(credit)

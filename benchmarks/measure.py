@@ -9,13 +9,19 @@ import psycopg
 
 @dataclass(frozen=True)
 class Measurement:
-    """One side's turn: `events` in `seconds`."""
+    """One side's turn: `events` in `seconds`; none, and a note that says why, where it could not be measured."""
 
     what: str
     events: int
     seconds: float
     baseline: bool = False
     details: dict[str, object] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Events a second."""
+        return self.events / self.seconds if self.events else 0.0
 
 
 def size(connection: psycopg.Connection, table: str) -> int:

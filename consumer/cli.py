@@ -15,12 +15,18 @@ from typing import Annotated, Any
 
 import typer
 
+from consumer import dead_cli, jobs_cli
+from consumer.crew import Crew
+from consumer.dead_cli import Schema
 from consumer.doctor import examine
+from consumer.drain import draining
 from consumer.handlers import Consumer
 from consumer.ledger import Ledger
+from consumer.notes import notes
 from consumer.reconcile import Report
 from consumer.reconcile import reconcile as reconciled
 from consumer.settings import ConsumerSettings
+from consumer.supervisor import Supervisor
 from consumer.worker import Worker
 from outbox import operations
 from outbox import schema as schemas
@@ -33,6 +39,8 @@ from outbox.cli import (
     TransactionSeconds,
     Version,
     configure_logging,
+    confirmed,
+    looked,
     report,
     run_app,
     run_migrate,
@@ -56,10 +64,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-Schema = Annotated[
-    str | None, typer.Option("--schema", help="Schema of the consumer's tables; default: CONSUMER_SCHEMA, else public.")
-]
+app.add_typer(dead_cli.app)
+app.add_typer(jobs_cli.app)
+app.command()(dead_cli.waiting)
+app.command()(dead_cli.status)
 
 #: A consumer that was seen within this time is not gone.
 _GONE_SECONDS = 3600.0
@@ -90,17 +98,39 @@ def run(
     schema: Schema = None,
     strict: StrictStart = False,
     log_level: LogLevel = "info",
+    processes: Annotated[
+        int | None,
+        typer.Option(help="Processes, watched over by a parent; default: CONSUMER_PROCESSES, else 1, unwatched."),
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of each; default: CONSUMER_THREADS, else 1.")] = None,
 ) -> None:
-    """Consume until SIGTERM or Ctrl-C; run as many processes as you like.
+    """Consume until SIGTERM or Ctrl-C; run as many as you like, on as many machines.
 
-    Exit code 78: with --strict, something dangerous was found.
+    What runs at SIGTERM may finish within CONSUMER_DRAIN_SECONDS; a second signal ends it at once.
+
+    Exit code 70: a handler went on after its timeout_seconds. 75: what ran at SIGTERM did not finish, and was handed back.
+    78: with --strict, something dangerous was found.
     """
     configure_logging(log_level)
     consumer = _loaded(target)
-    settings = _settings(schema, strict)
-    worker = Worker(consumer, settings)
+    width = {"processes": processes, "threads": threads}
+    settings = _settings(schema, strict, **{name: number for name, number in width.items() if number is not None})
+    if who := _who(settings):
+        configure_logging(log_level, who)
     log = logging.getLogger("consumer")
-    with started(worker.stop, lambda: examine(consumer, settings), strict=settings.strict):
+    if settings.processes > 1:
+        supervisor = Supervisor(
+            consumer, settings, lambda: looked(lambda: examine(consumer, settings), strict=settings.strict)
+        )
+        if code := supervisor.run():
+            raise typer.Exit(code)
+        log.info("consumer %s stopped", consumer.name, extra={"action": "consumer_stopped"})
+        return
+    worker = Worker(consumer, settings) if settings.threads == 1 else Crew(consumer, settings, notes(settings.threads))
+    with (
+        draining(worker, settings.drain_seconds) as stop,
+        started(stop, lambda: examine(consumer, settings), strict=settings.strict),
+    ):
         log.info("consumer %s started", consumer.name, extra={"action": "consumer_started"})
         worker.run()
     log.info("consumer %s stopped", consumer.name, extra={"action": "consumer_stopped"})
@@ -163,7 +193,7 @@ def reconcile(
                 consumer, outbox, ledger, since=now - timedelta(days=days), now=now, grace=timedelta(seconds=grace),
                 outbox_schema=relay_settings.schema_name, ledger_schema=settings.schema_name,
             )  # fmt: skip
-        sys.stdout.writelines(f"{line}\n" for line in (_json(report) if as_json else _lines(report)))
+        sys.stdout.writelines(f"{line}\n" for line in (_json(report) if as_json else _lines(report, consumer.name)))
         sys.stdout.flush()
         if repair and report.missing:
             stopping = Stop()
@@ -194,10 +224,10 @@ def forget(
 ) -> None:
     """Keep the ledger no longer for a consumer that is gone for good (see ledger-keeps of `consumer doctor`).
 
-    Its dead letters stay, and what others need. First `outbox drop-group`, so that the outbox keeps nothing for it either.
+    Its dead letters and waiting events stay, and what others need. First `outbox drop-group`, so that the outbox keeps nothing for it either.
     """
-    if not yes:
-        typer.confirm(f"Let the ledger forget what consumer {name} alone needs?", abort=True)
+    if not (yes or confirmed(f"Let the ledger forget what consumer {name} alone needs?")):
+        raise typer.Abort
     settings = _settings(schema)
     address = settings.database_url.get_secret_value()
     with schemas.connect(address, "consumer forget", autocommit=True) as connection:
@@ -212,14 +242,21 @@ def forget(
     typer.echo(f"consumer {name} is forgotten: the ledger keeps nothing for it alone any longer")
 
 
-def _settings(schema: str | None, strict: bool = False) -> ConsumerSettings:
+def _who(settings: ConsumerSettings) -> str:
+    """What tells the lines of a log apart."""
+    return ("[%(process)d] " if settings.processes > 1 else "") + ("[%(threadName)s] " if settings.threads > 1 else "")
+
+
+def _settings(schema: str | None, strict: bool = False, **overrides: Any) -> ConsumerSettings:
     warn_of_unknown_variables(ConsumerSettings, RelaySettings)
-    overrides: dict[str, Any] = ({"schema_name": schema} if schema else {}) | ({"strict": True} if strict else {})
+    overrides |= ({"schema_name": schema} if schema else {}) | ({"strict": True} if strict else {})
     return ConsumerSettings(**overrides)
 
 
-def _lines(report: Report) -> Iterator[str]:
+def _lines(report: Report, name: str) -> Iterator[str]:
     yield f"{report.compared:,} events compared, {report.dead:,} of them put aside as dead letters"
+    if report.waiting:
+        yield f"{report.waiting:,} of them wait for another try, see: consumer waiting {name}"
     for what, found in (
         ("missing: not in the ledger", report.missing),
         ("late: not in the ledger yet", report.late),
@@ -236,7 +273,7 @@ def _lines(report: Report) -> Iterator[str]:
 def _json(report: Report) -> Iterator[str]:
     """The report as one JSON object, a line an id: there may be more than memory holds."""
     kinds = {"missing": report.missing, "late": report.late, "extra": report.extra}
-    counts = {"compared": report.compared, "dead": report.dead, "older": report.older} | {
+    counts = {"compared": report.compared, "dead": report.dead, "waiting": report.waiting, "older": report.older} | {
         f"{kind}_count": len(kinds[kind]) for kind in kinds
     }
     yield "{"
@@ -294,6 +331,7 @@ def load(target: str) -> Consumer:
         raise SettingsError(
             f"{module_name} ({getattr(module, '__file__', None)}) has no Consumer {name!r}"
             + (f", it is a {type(found).__name__}" if found is not None else "")
+            + "".join(f"; {other!r} is one" for other, it in vars(module).items() if isinstance(it, Consumer))
         )
     return found
 

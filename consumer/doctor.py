@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import Final
 
 from consumer.handlers import Consumer
-from consumer.ledger import Connection, Keeper, Ledger
+from consumer.ledger import Connection, Keeper, Ledger, Operations
 from consumer.settings import ConsumerSettings
 from consumer.worker import MARGIN_SECONDS  # one rule, and the worker refuses to start by it
 from outbox import schema as schemas
@@ -36,7 +36,7 @@ from outbox.doctor import (
 )
 from outbox.errors import StreamUnusable
 from outbox.store import DatabaseFacts, reading
-from outbox.transport import StreamTransport
+from outbox.transport import Router
 from outbox.transport.base import StreamInfo, side_stream, streams_of
 
 #: What the consumer's role needs, by table; what the handlers write is theirs to know.
@@ -44,12 +44,15 @@ CONSUMING: Final = {
     "consumer_schema_version": "SELECT",
     "processed_messages": "SELECT, INSERT, UPDATE, DELETE",
     "entity_versions": "SELECT, INSERT, UPDATE",
+    "message_failures": "SELECT, INSERT, UPDATE, DELETE",
     "dead_letters": "SELECT, INSERT",
     "consumer_retention": "SELECT, INSERT, UPDATE, DELETE",
 }
 #: What it needs besides to forget what is old.
 UPKEEP: Final = {"processed_messages_default": "SELECT, UPDATE, DELETE", "entity_versions": "DELETE"}
 DEAD_LETTERS: Final = {"dead_letters": "UPDATE, DELETE"}  # where they are not kept for ever
+#: From how many on, for how long since its first failure, and how long overdue an event may wait until it is worth a warning.
+_MANY_WAITING, _LONG_WAITING_SECONDS, _OVERDUE_SECONDS = 1000, 3600.0, 300.0
 #: The relay's default: consumers do not know what it is set to.
 _PAUSE_SHARE = 0.8
 
@@ -70,7 +73,7 @@ def examine(consumer: Consumer, settings: ConsumerSettings, limits: Limits | Non
                 if seen.add(tables(connection, "consumer", settings.schema_name, CONSUMING)):
                     seen.add(_ledger(connection, Ledger(consumer.name, settings.schema_name), settings))
     streams = [stream for topic in consumer.topics for stream in streams_of(topic, settings.lanes.get(topic, 1))]
-    side_streams = [side_stream(topic, consumer.name) for topic in consumer.topics]
+    side_streams = [] if consumer.has_queues else [side_stream(topic, consumer.name) for topic in consumer.topics]
     with closing(transport(settings)) as there:
         servers = facts_of(seen, there)
         if servers:
@@ -98,7 +101,7 @@ def _settings(facts: DatabaseFacts, settings: ConsumerSettings) -> Iterator[Find
 
 
 def _prepared(connection: Connection, settings: ConsumerSettings) -> Iterator[Finding]:
-    if settings.prepare_threshold is not None and schemas.shares_prepared(connection):
+    if isinstance(settings.prepare_threshold, int) and schemas.shares_prepared(connection):
         yield error(
             "prepared-statements", "CONSUMER_PREPARE_THRESHOLD is set, and a pooler mixes up prepared statements of its clients: "
             "the consumer does not start",
@@ -114,7 +117,7 @@ def _ledger(connection: Connection, ledger: Ledger, settings: ConsumerSettings) 
     yield partition_rights(connection, ledger.schema, "processed_messages")
     with reading(connection):
         ahead = ledger.seconds_ahead(connection)
-        dead = ledger.dead_letters(connection)
+        sums = Operations(ledger.consumer, ledger.schema).sums(connection)
         keeper = ledger.keeper(connection, MARGIN_SECONDS)
         present = ledger.partitions(connection)
     yield from partitions(present, ledger.schema, "processed_messages")
@@ -129,11 +132,39 @@ def _ledger(connection: Connection, ledger: Ledger, settings: ConsumerSettings) 
         yield ok("ledger-keeps", "the ledger forgets nothing yet: no consumer has said what it needs")
     else:
         yield _keeps(keeper, ledger.schema)
-    if dead:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in dead.items())
+    yield from _put_aside(ledger, sums)
+
+
+def _put_aside(ledger: Ledger, sums: Sequence[tuple[str, str, int, float, float | None]]) -> Iterator[Finding]:
+    """What was delivered and is not applied."""
+    schema = "" if ledger.schema == "public" else f" --schema {ledger.schema}"
+    counts = {what: sum(number for kind, _, number, *_ in sums if kind == what) for what in ("waiting", "dead")}
+    told = {
+        what: ", ".join(f"{number:,} {reason}" for kind, reason, number, *_ in sums if kind == what) for what in counts
+    }
+    oldest = max((seconds for kind, _, _, seconds, _ in sums if kind == "waiting"), default=0.0)
+    due = max((seconds or 0.0 for *_, seconds in sums), default=0.0)
+    what = (
+        f"{counts['waiting']:,} events wait ({told['waiting']})"
+        if counts["waiting"]
+        else "no event waits for another try"
+    )
+    if due >= _OVERDUE_SECONDS:
         yield warning(
-            "dead-letters", f"{sum(dead.values())} deliveries are put aside as dead letters ({reasons})",
-            f"Look into {ledger.schema}.dead_letters: what is there was not applied.",
+            "waiting-events", f"{what}, one has been due for {lasting(due)}, and nobody has come to it",
+            "Start the consumer, or more processes of it.",
+        )  # fmt: skip
+    elif counts["waiting"] >= _MANY_WAITING or oldest >= _LONG_WAITING_SECONDS:
+        yield warning(
+            "waiting-events", f"{what}, the oldest has failed first {lasting(oldest)} ago",
+            f"See what they fail with: consumer waiting {ledger.consumer}{schema}.",
+        )  # fmt: skip
+    else:
+        yield ok("waiting-events", what)
+    if counts["dead"]:
+        yield warning(
+            "dead-letters", f"{counts['dead']:,} deliveries are put aside as dead letters ({told['dead']})",
+            f"What is there was not applied. Look into it: consumer dead list {ledger.consumer}{schema}.",
         )  # fmt: skip
     else:
         yield ok("dead-letters", "no dead letters")
@@ -156,7 +187,7 @@ def _keeps(keeper: Keeper, schema: str) -> Finding:
     return ok("ledger-keeps", f"{what} (a group lags, see outbox doctor; or a partition is not full yet)")
 
 
-def _streams(there: StreamTransport, consumer: Consumer, streams: Sequence[str]) -> Iterator[Finding]:
+def _streams(there: Router, consumer: Consumer, streams: Sequence[str]) -> Iterator[Finding]:
     fine = 0
     for stream in streams:
         try:
@@ -175,13 +206,12 @@ def _streams(there: StreamTransport, consumer: Consumer, streams: Sequence[str])
         yield ok("groups", f"the group is there in all {fine} streams")
 
 
-def _relay(there: StreamTransport, consumer: Consumer, settings: ConsumerSettings) -> Iterator[Finding]:
+def _relay(there: Router, consumer: Consumer, settings: ConsumerSettings) -> Iterator[Finding]:
     """What the relay left beside the streams: lanes, and how long it keeps what it may publish again."""
     for topic in consumer.topics:
         ours = settings.lanes.get(topic, 1)
-        looked_at = dict.fromkeys(
-            [*streams_of(topic, ours), topic, f"{topic}:0"]
-        )  # any other number has one of the two
+        others = [] if consumer.has_queues else [topic, f"{topic}:0"]  # any other number has one of the two
+        looked_at = dict.fromkeys([*streams_of(topic, ours), *others])
         found = [(stream, there.info(stream)) for stream in looked_at]
         theirs = next((i for stream, i in found if i.lanes is not None and stream in streams_of(topic, i.lanes)), None)
         if theirs is None:

@@ -5,74 +5,75 @@ transaction as the effects, so either all of it is there after a crash or nothin
 before `Processor.process` has returned, that is, before the transaction's end is known. An error on COMMIT tells nothing;
 the ledger, read on a new connection, does.
 
-If a handler of the batch fails, the transaction is rolled back and its deliveries run one by one, each in a transaction of
-its own, so that only the failing one is left for later. The same if the connection is lost while handlers run: that may be
-the server's doing, or one event's (a time-out, a query that crashes its backend). An event that loses it alone as well has
-failed; if no new connection can be opened, nobody has.
-
-Whom an error is blamed on: a handler's own statement, or the COMMIT with what is deferred to it, on the handler, unless
-the server says that it cannot work now; a statement of the ledger's on PostgreSQL.
+What one transaction does is in `consumer.work`. Here is what becomes of it when it does not simply commit. If it is the COMMIT
+that fails, or the connection is lost, the deliveries run one by one, each in a transaction of its own, so that only the failing
+one is left for later. A lost connection may be the server's doing, or one event's (a query that crashes its backend). An event
+that loses it alone as well has failed; if no new connection can be opened, nobody has.
 
 Another process may be frozen in its transaction, and hold rows that ours wants. The ledger's statements wait for a while;
-then the batch runs one by one, and what is held stays pending, without a handler having been called.
+then the batch runs one by one, and what is held is left as it was, without a handler having been called.
 
 A handler may leave settings on its connection. What they could make fail is done again on another one.
 """
 
 from __future__ import annotations
 
-import enum
-import inspect
 import logging
 import os
+import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from dataclasses import replace
+from typing import Final
 
 import psycopg
 import sqlalchemy
-from psycopg.pq import TransactionStatus
-from sqlalchemy.orm import Session
 
-from consumer.handlers import Consumer, Order, Registered
-from consumer.ledger import KEPT_BYTES, Connection, DeadLetter, Entity, Ledger
-from outbox.envelope import Envelope, decode
-from outbox.errors import HandlerMisuse, OutboxError, SettingsError, UndecodableEntry
-from outbox.retry import database_away
+from consumer import calls
+from consumer.blame import (
+    CHANGED,
+    LOCK_TIMEOUT,
+    WAITED,
+    away,
+    brief,
+    ends_session,
+    given_up,
+    may_be_the_sessions,
+    presentable,
+    sqlstate,
+    storable,
+)
+from consumer.handlers import Consumer, Order
+from consumer.ledger import Connection, DeadLetter, Entity, Ledger, Waiting, size
+from consumer.work import Blame, Failure, Item, Limits, Outcome, Work, blame, chunk_for
+from outbox.envelope import decode
+from outbox.errors import HandlerTimeout, OutboxError, PayloadMismatch, SettingsError, UndecodableEntry
 from outbox.transport import Delivery
 from outbox.transport.base import topic_of
 
 _log = logging.getLogger(__name__)
 
-#: SQLSTATEs of transactions that PostgreSQL gave up for the sake of another: worth trying again at once.
-_SERIALIZATION = frozenset({"40001", "40P01"})
+__all__ = ["DatabaseUnavailable", "Outcome", "Processor", "driver_connection"]
+
+#: Tries of a transaction that PostgreSQL gives up for the sake of another.
 _TRIES = 5
-#: Classes of SQLSTATEs that say something about the values in a statement.
-_VALUES = ("22", "23", "54")
-#: Of the resource class (53), but about one query: it wants more temporary files than it may have.
-_QUERY_LIMIT = "53400"
-_READ_ONLY = "25006"
-#: A wait for a lock, or a statement, took too long.
-_LOCK_TIMEOUT = "55P03"
-_WAITED = frozenset({_LOCK_TIMEOUT, "57014"})
 #: Shortest wait of a ledger's statement for another transaction.
 _IMPATIENCE_SECONDS = 0.01
 #: How often it is said again that rows are held.
 _REMIND_SECONDS = 30.0
-
-
-class Outcome(enum.StrEnum):
-    """How a delivery ended. All but RETRY are final, and acknowledged."""
-
-    APPLIED = "applied"
-    DUPLICATE = "duplicate"  # processed before
-    STALE = "stale"  # older than what was applied
-    IGNORED = "ignored"  # of a type that the consumer ignores
-    DEAD = "dead"  # put aside in dead_letters
-    RETRY = "retry"  # left pending, tried again later
+#: Exit code of a process whose handler could not be interrupted (EX_SOFTWARE of sysexits.h).
+OVERDUE: Final = 70
+#: How long such a process takes to write that down, at most.
+_LAST_WORDS_SECONDS = 10.0
+#: Until it is known how many events fail: so many of so many.
+_UNKNOWN: Final = (100.0, 1.0)
+#: Of so many events at most it is remembered how many have failed.
+_LATELY = 4000
+#: Waiting events that are let go at a time when there is a handler for them.
+_WOKEN = 1000
 
 
 class DatabaseUnavailable(OutboxError):
@@ -81,67 +82,20 @@ class DatabaseUnavailable(OutboxError):
     retryable = True
 
 
+class ProcessDied(Exception):
+    """A process ended while a handler was at an event."""
+
+
 class _Lost(Exception):
-    """The connection was lost after handlers had begun, and nothing was committed; or it cannot write any more."""
+    """The connection was lost after handlers had begun, and nothing was committed; or PostgreSQL cannot work any more."""
+
+    def __init__(self, error: str, blame: Blame) -> None:
+        super().__init__(error)
+        self.blame = blame
 
 
 class _Held(Exception):
     """Another transaction holds a row of the ledger, and does not end."""
-
-
-@dataclass(slots=True)
-class _Item:
-    delivery: Delivery
-    event: Envelope | None = None
-    handler: Registered | None = None
-    outcome: Outcome | None = None
-    letter: DeadLetter | None = None
-    held: bool = False
-
-
-@dataclass(slots=True)
-class _Work:
-    """How far a transaction is.
-
-    Attributes:
-        fresh: events whose ledger rows it inserted.
-        begun: what handlers were called with; the last one may be at it.
-        ours: whether the statement at work is the ledger's; otherwise it is a handler's, or the COMMIT.
-        tag: what the transaction can be told by from another (see `Ledger.tag`); None: it cannot.
-        ended: a handler ended the transaction by a statement of its own.
-    """
-
-    fresh: set[uuid.UUID] = field(default_factory=set)
-    begun: list[_Item] = field(default_factory=list)
-    ours: bool = True
-    committing: bool = False
-    tag: bytes | None = None
-    ended: bool = False
-    misuse: HandlerMisuse | None = None
-
-
-class HandlerSession(Session):
-    """The Session that handlers get. Its transaction is the consumer's to end."""
-
-    def commit(self) -> NoReturn:
-        _misused("commit")
-
-    def rollback(self) -> NoReturn:
-        _misused("rollback")
-
-    def close(self) -> NoReturn:
-        _misused("close")
-
-    def discard(self) -> None:
-        """Forget the objects; the consumer's own way to close it."""
-        super().close()
-
-
-def _misused(method: str) -> NoReturn:
-    raise HandlerMisuse(
-        f"a handler must not {method} the session it is given: the consumer ends the transaction, together with the "
-        "ledger row. Use session.begin_nested() for a part that may fail, or raise to give up the event for now."
-    )
 
 
 class Processor:
@@ -152,23 +106,33 @@ class Processor:
         schema: schema of the ledger.
         patience_seconds: longest wait of a ledger's statement for another transaction. Each that is in vain halves the next
             one, each batch without doubles it: a healthy process is waited for, a frozen one with hundreds of rows is not.
-
-    Attributes:
-        waiting: those of the last deliveries that stay pending for want of something, without a handler having been called.
+        limits: see `Limits`.
+        starting: called with the deliveries that a handler is about to be called with, and with none after the last.
     """
 
     def __init__(
-        self, consumer: Consumer, engine: sqlalchemy.Engine, schema: str = "public", patience_seconds: float = 2.0
+        self,
+        consumer: Consumer,
+        engine: sqlalchemy.Engine,
+        schema: str = "public",
+        patience_seconds: float = 2.0,
+        limits: Limits | None = None,
+        starting: Callable[[Sequence[Delivery]], None] = lambda _: None,
     ) -> None:
         self._consumer = consumer
         self._engine = engine
         self._ledger = Ledger(consumer.name, schema)
+        self._limits = limits or Limits()
+        self._starting = starting
         self._unknown: set[str] = set()
-        self.waiting: list[Delivery] = []
         self._longest_patience_seconds = self._patience_seconds = patience_seconds
+        self._ran, self._failures = _UNKNOWN  # events for the first time, of late
         self._told_held = float("-inf")
         self._one_by_one = False  # the batch lost its connection, and PostgreSQL was away then
         self._suspect: tuple[str, str] | None = None  # ran alone when PostgreSQL went away
+        self._stopping: Callable[[], bool] = lambda: False
+        self._at_work: Connection | None = None
+        self._cut = False
 
     def process(
         self,
@@ -179,28 +143,187 @@ class Processor:
         """The outcome of each delivery, in their order; None for what was not started because of `stopping`.
 
         Args:
-            progress: called after every handler and every delivery that runs alone.
+            deliveries: out of a stream, or of one `due`.
+            stopping: asked before every call of a handler; what has run is committed then.
+            progress: called after every call of a handler and every delivery that runs alone.
 
         Raises:
             DatabaseUnavailable: run the same deliveries again later.
-            SettingsError: the engine cannot be used.
+            SettingsError: the engine cannot be used, or this thread.
         """
-        items = [self._decoded(delivery) for delivery in deliveries]
-        if self._one_by_one or not self._together(items, progress):
-            for item in items:
-                if stopping():
-                    item.outcome = None
-                    continue
-                self._alone(item, progress)
-                progress()
-            self._one_by_one = False
-        self._tell_held([item for item in items if item.held])
-        self.waiting = [
-            i.delivery for i in items if i.outcome is Outcome.RETRY and (i.held or (i.event and not i.handler))
-        ]
-        return [item.outcome for item in items]
+        return [item.outcome for item in self.run(deliveries, stopping, progress)]
 
-    def _tell_held(self, held: Sequence[_Item]) -> None:
+    def run(
+        self,
+        deliveries: Sequence[Delivery],
+        stopping: Callable[[], bool] = lambda: False,
+        progress: Callable[[], None] = lambda: None,
+    ) -> list[Item]:
+        """`process`, with all that is known of each delivery."""
+        self._stopping = stopping
+        calls.check_thread(self._consumer)
+        items = [self._decoded(delivery) for delivery in deliveries]
+        alone = items if self._one_by_one or not self._together(items, progress) else [i for i in items if i.again]
+        for item in alone:
+            if stopping():
+                item.outcome = None
+                continue
+            self._alone(item, progress)
+            progress()
+        self._one_by_one = False
+        self._look_up(items)
+        self._tell_held([item for item in items if item.outcome is Outcome.HELD])
+        return items
+
+    def _look_up(self, items: Sequence[Item]) -> None:
+        """See what the ledger says of jobs that it knew before."""
+        known = [item for item in items if item.outcome is Outcome.DUPLICATE and not item.waiting]
+        if not known or not self._consumer.has_queues:
+            return
+        try:
+            with self._autocommit() as raw:
+                outcomes = self._ledger.outcomes(raw, [item.event.id for item in known if item.event])
+        except DatabaseUnavailable as error:
+            _log.debug("jobs done before stay as they are for now: %s", error)
+            for item in known:
+                item.outcome = Outcome.HELD
+        else:
+            for item in known:
+                item.before = outcomes.get(item.event.id) if item.event else None
+
+    def died(self, delivery: Delivery) -> Item:
+        """Write down that a process ended while a handler was at this delivery.
+
+        Raises:
+            DatabaseUnavailable: it is to be said again.
+        """
+        item = self._decoded(delivery)
+        self._failed(
+            item, Failure(ProcessDied("process died while a handler was at this event"), Blame.CONNECTION), lambda: None
+        )
+        self._look_up([item])
+        return item
+
+    def cut(self) -> None:
+        """See that the transaction at work is rolled back, whatever a handler is at, and that none begins after it. For the end
+        of the process; by another thread than that which processes."""
+        self._cut = True
+        raw = self._at_work
+        with suppress(psycopg.Error, OSError):
+            if raw is None:
+                return
+            cancel = raw.pgconn.get_cancel()
+            with socket.socket(fileno=os.dup(raw.fileno())) as connection:
+                connection.shutdown(
+                    socket.SHUT_RDWR
+                )  # first, so that nothing is written about the statement that fails
+            cancel.cancel()
+
+    @contextmanager
+    def _cuttable(self, raw: Connection) -> Iterator[Connection]:
+        self._at_work = raw
+        try:
+            if self._cut:
+                raise DatabaseUnavailable("this process ends, and begins no transaction any more")
+            yield raw
+        finally:
+            self._at_work = None
+
+    def _overdue(self, items: Sequence[Item], raw: Connection) -> None:
+        """Write down that a handler has failed which nothing can end, and end the process, which can do no more; in a thread
+        beside that of the handler, which may hold anything: the lock of the log, too."""
+        last = threading.Timer(_LAST_WORDS_SECONDS, os._exit, (OVERDUE,))
+        last.daemon = True
+        last.start()
+        try:
+            handler, event = items[0].handler, items[0].event
+            assert handler is not None
+            assert event is not None
+            _log.critical(
+                "the handler of %s %s goes on after its timeout_seconds, %g, and cannot be interrupted; this process ends with "
+                "exit code %d",
+                event.type, event.id, handler.timeout_seconds, OVERDUE,
+                extra={"action": "handler_overdue", "event_id": str(event.id)},
+            )  # fmt: skip
+            # PostgreSQL rolls back when it sees this: the handler's transaction holds the ledger row.
+            with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(raw.fileno())) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+            # Of many, nobody knows which it was: they are counted as delivered, and run alone one day.
+            if len(items) == 1:
+                error = HandlerTimeout("the handler could not be interrupted, and its process ended")
+                failure = Failure(error, Blame.EVENT)
+                item = Item(items[0].delivery, event, handler)
+                self._failed(item, failure, lambda: None)
+                if item.outcome is Outcome.HELD:
+                    _log.error(
+                        "the failure of %s %s was not written: its rows are still locked", event.type, event.id,
+                        extra={"action": "failure_not_written"},
+                    )  # fmt: skip
+        except Exception as problem:
+            _log.error("a failure was not written: %s", brief(problem), extra={"action": "failure_not_written"})
+        finally:
+            os._exit(OVERDUE)
+
+    # --- events that wait ---
+
+    def due(self, seconds: float, limit: int, suspects: bool = True) -> tuple[list[Waiting], float | None]:
+        """See `Ledger.lease`.
+
+        Raises:
+            DatabaseUnavailable: PostgreSQL failed.
+        """
+        with self._autocommit() as raw:
+            return self._ledger.lease(raw, seconds, limit, suspects)
+
+    def leased(self, token: uuid.UUID) -> list[Waiting]:
+        """What somebody has leased, who is gone; to be released, or said that he `died` of it.
+
+        Raises:
+            DatabaseUnavailable: PostgreSQL failed.
+        """
+        with self._autocommit() as raw:
+            return self._ledger.leased_by(raw, token)
+
+    def release(self, waiting: Sequence[Waiting]) -> None:
+        """Give back what was leased and not started.
+
+        Raises:
+            DatabaseUnavailable: PostgreSQL failed; others take it when the lease is over.
+        """
+        with self._autocommit() as raw:
+            self._ledger.release(raw, waiting)
+
+    def wake(self) -> None:
+        """Let go what waited for a handler that there is now.
+
+        Raises:
+            DatabaseUnavailable: PostgreSQL failed.
+        """
+        with self._autocommit() as raw:
+            self._ledger.wake_types(raw, self._consumer.types, _WOKEN)
+
+    def troubles(self, seconds: float, dead: int, waiting: int) -> tuple[int, int]:
+        """Dead letters of the last so many seconds, and events that wait for another try; counted to `dead` and `waiting`.
+
+        Raises:
+            DatabaseUnavailable: PostgreSQL failed.
+        """
+        with self._autocommit() as raw:
+            return self._ledger.lately_dead(raw, seconds, dead), self._ledger.number_waiting(raw, waiting)
+
+    @contextmanager
+    def _autocommit(self) -> Iterator[Connection]:
+        with self._connect() as connection:
+            try:
+                driver_connection(connection)
+                yield driver_connection(connection.execution_options(isolation_level="AUTOCOMMIT"), autocommit=True)
+            except (psycopg.Error, sqlalchemy.exc.SQLAlchemyError) as error:
+                connection.invalidate()  # the connection's settings may be the cause
+                raise DatabaseUnavailable(f"PostgreSQL: {brief(error)}") from error
+
+    # --- one batch, or one event ---
+
+    def _tell_held(self, held: Sequence[Item]) -> None:
         if held and time.monotonic() >= self._told_held + _REMIND_SECONDS:
             self._told_held = time.monotonic()
             _log.warning(
@@ -209,18 +332,19 @@ class Processor:
                 len(held), held[0].delivery.stream, held[0].delivery.receipt, extra={"action": "ledger_held"},
             )  # fmt: skip
 
-    def _together(self, items: Sequence[_Item], progress: Callable[[], None]) -> bool:
+    def _together(self, items: Sequence[Item], progress: Callable[[], None]) -> bool:
         """Run items in one transaction; False: they are to run one by one."""
         try:
             self._transact(items, progress)
             self._patience_seconds = min(self._patience_seconds * 2, self._longest_patience_seconds)
+            self._count_failures(items)
             return True
         except (DatabaseUnavailable, SettingsError):
             raise
         except _Held as error:
             self._waited_in_vain()
             if len(items) == 1:
-                items[0].outcome, items[0].held = Outcome.RETRY, True
+                items[0].outcome = Outcome.HELD
                 return True
             reason = str(error)
         except _Lost as error:
@@ -228,114 +352,153 @@ class Processor:
             reason = str(error)
         except Exception as error:
             if len(items) == 1:
-                self._failed(items[0], error)
+                self._failed(items[0], self._failure(items[0], error), progress)
                 return True
             reason = brief(error)
         _log.info("a batch of %d failed and runs one by one: %s", len(items), reason, extra={"action": "one_by_one"})
         return False
 
-    def _alone(self, item: _Item, progress: Callable[[], None]) -> None:
+    def _count_failures(self, items: Sequence[Item]) -> None:
+        """See how many events fail. Those that have failed before, and fail again, say nothing about others."""
+        fresh = [item for item in items if not item.waiting]
+        self._ran += len(fresh)
+        self._failures += sum(item.failure is not None for item in fresh)
+        if self._ran > _LATELY:
+            self._ran, self._failures = self._ran / 2, self._failures / 2
+
+    def _alone(self, item: Item, progress: Callable[[], None]) -> None:
         """Run an item in a transaction of its own."""
         name = (item.delivery.stream, item.delivery.receipt)
         try:
             if self._suspect == name:
-                raise _Lost("PostgreSQL went away while it ran alone")
+                raise _Lost("PostgreSQL went away while it ran alone", Blame.CONNECTION)
             self._transact([item], progress)
+            if item.again:  # its connection is gone, this one is new
+                self._transact([item], progress, lenient=False)
         except (DatabaseUnavailable, SettingsError):
             raise
         except _Held:
             self._waited_in_vain()
-            item.outcome, item.held = Outcome.RETRY, True
+            item.outcome = Outcome.HELD
         except _Lost as error:
             self._suspect = name
             self._reach()
             self._suspect = None
-            self._failed(item, error)
+            self._failed(item, Failure(error, error.blame), progress)
         except Exception as error:
-            self._failed(item, error)
+            self._failed(item, self._failure(item, error), progress)
+
+    @staticmethod
+    def _failure(item: Item, error: Exception) -> Failure:
+        return Failure(error, blame(item.handler, error) if item.handler else Blame.EVENT)
+
+    def _failed(self, item: Item, failure: Failure, progress: Callable[[], None]) -> None:
+        """Write down that an event failed, whose transaction is gone."""
+        item.lost = failure
+        try:
+            self._transact([item], progress)
+        except (DatabaseUnavailable, SettingsError):
+            raise
+        except _Held:
+            item.outcome = Outcome.HELD
+        except Exception as error:
+            item.outcome = Outcome.HELD
+            _log.error(
+                "%s %s failed (%s), and that cannot be written down: it stays as it was: %s",
+                item.delivery.stream, item.delivery.receipt, brief(failure.error), brief(error),
+                extra={"action": "failure_not_written"}, exc_info=presentable(error),
+            )  # fmt: skip
 
     def _waited_in_vain(self) -> None:
         self._patience_seconds = max(self._patience_seconds / 2, _IMPATIENCE_SECONDS)
 
-    def _decoded(self, delivery: Delivery) -> _Item:
-        item = _Item(delivery)
+    def _decoded(self, delivery: Delivery) -> Item:
+        item, waiting = Item(delivery), delivery if isinstance(delivery, Waiting) else None
         try:
             item.event = decode(topic_of(delivery.stream), delivery.fields, delivery.count)
         except UndecodableEntry as error:
             item.letter = _letter(item, "undecodable", str(error))
             return item
         item.handler = self._consumer.handler(item.event.type)
-        if item.handler is None:
-            return item
-        if item.handler.order is Order.LATEST and (item.event.key is None or item.event.version is None):
-            missing = "key" if item.event.key is None else "version"
-            item.letter = _letter(item, f"no_{missing}", f"a handler with Order.LATEST needs events with a {missing}")
+        starts = (waiting.starts if waiting else delivery.count) - 1
+        if starts >= self._limits.max_deliveries:
+            died = f"process died: it ended each time that this was delivered, {starts} times (CONSUMER_MAX_DELIVERIES)"
+            item.letter = _letter(item, "process_died", died, starts)
+        elif item.handler and item.handler.order is not Order.ANY:
+            order, key, version = item.handler.order, item.event.key, item.event.version
+            if key is None or version is None:
+                missing = "key" if key is None else "version"
+                item.letter = _letter(item, f"no_{missing}", f"a handler with {order} needs events with a {missing}")
+            elif order is Order.NEXT and version < 1:
+                item.letter = _letter(item, "no_version", f"a handler with {order} needs versions from 1 on")
+        if item.handler and not item.letter:
+            try:
+                item.event = item.handler.typed(item.event)
+            except PayloadMismatch as error:
+                item.letter = _letter(item, "payload", str(error))
         return item
-
-    def _failed(self, item: _Item, error: Exception) -> None:
-        item.outcome = Outcome.RETRY
-        event = item.event
-        _log.error(
-            "handler failed, the event stays pending: %s %s: %s",
-            event.type if event else None, event.id if event else item.delivery.receipt, brief(error),
-            extra={"action": "handler_failed", "event_id": str(event.id) if event else None},
-            exc_info=_presentable(error),
-        )  # fmt: skip
 
     # --- the transaction ---
 
-    def _transact(self, items: Sequence[_Item], progress: Callable[[], None]) -> None:
+    def _transact(self, items: Sequence[Item], progress: Callable[[], None], *, lenient: bool = True) -> None:
         """Run items in one transaction; tries again when PostgreSQL gave it up for the sake of another."""
         for left in reversed(range(_TRIES)):
             try:
-                return self._transact_once(items, progress)
+                self._transact_once(items, progress, lenient)
             except (psycopg.Error, sqlalchemy.exc.DBAPIError, DatabaseUnavailable) as error:
                 cause = error.__cause__ if isinstance(error, DatabaseUnavailable) else error
-                if _sqlstate(cause) not in _SERIALIZATION or not left:
+                if not given_up(cause) or not left:
                     raise
+            else:
+                return self._tell(items)
         return None
 
-    def _transact_once(self, items: Sequence[_Item], progress: Callable[[], None]) -> None:
-        with self._connect() as connection:
-            raw = driver_connection(connection)
-            work = _Work()
+    def _transact_once(self, items: Sequence[Item], progress: Callable[[], None], lenient: bool) -> None:
+        with self._connect() as connection, self._cuttable(driver_connection(connection)) as raw:
+            work = Work(
+                items, self._consumer, self._ledger, self._limits, connection, raw, self._patience_seconds, progress,
+                self._starting, self._overdue, lenient, self._stopping, chunk_for(self._failures / self._ran),
+            )  # fmt: skip
             try:
-                with connection.begin():
-                    self._apply(connection, raw, items, work, progress)
+                with connection.begin() as transaction:
+                    work.apply(transaction)
                     work.ours, work.committing = False, True
             except BaseException as error:
                 with suppress(psycopg.Error):
                     raw.rollback()  # SQLAlchemy leaves it out after a commit that was refused
                 try:
                     if not isinstance(error, Exception) or (
-                        not raw.closed and not work.ended and not _is_away(error, work)
+                        not raw.closed and not work.ended and not away(error, work.ours)
                     ):
                         raise
                     self._settle(raw, items, work, error)
                 finally:
-                    if raw.closed or _may_be_the_sessions(error, work):
+                    if raw.closed or may_be_the_sessions(error, work.ours):
                         connection.invalidate()
+            if any(item.again for item in items) and not connection.invalidated:
+                connection.invalidate()
 
-    def _settle(self, raw: Connection, items: Sequence[_Item], work: _Work, error: Exception) -> None:
+    def _settle(self, raw: Connection, items: Sequence[Item], work: Work, error: Exception) -> None:
         """See what became of a transaction that was not simply rolled back; returns if it is done after all."""
         if raw.closed:
             if work.misuse:  # the handler closed it, not the server
                 raise work.misuse from None
-            if work.committing and work.fresh and self._was_committed(work.fresh):
+            if work.committing and self._was_committed(work):
                 return
             if work.begun:
-                raise _Lost(f"the connection was lost: {brief(error)}") from error
+                raise _Lost(f"the connection was lost: {brief(error)}", Blame.CONNECTION) from error
         elif work.ended:
             if self._take_back(raw, items, work):
                 return
-            if not _is_away(error, work):
+            if not away(error, work.ours):
                 raise error  # it was a rollback: nothing is left
-        elif work.ours and _sqlstate(error) in _WAITED:
+        elif work.ours and sqlstate(error) in WAITED:
             # If it was the whole table that is locked, this waits, too.
-            self._reach(raw if _sqlstate(error) == _LOCK_TIMEOUT else None)
+            self._reach(raw if sqlstate(error) == LOCK_TIMEOUT else None)
             raise _Held(brief(error)) from error
-        elif work.begun and _sqlstate(error) == _READ_ONLY:  # it was not when the ledger rows were inserted
-            raise _Lost(brief(error)) from error
+        elif work.begun and (not work.ours or sqlstate(error) in CHANGED):
+            # It could work when the ledger rows were inserted; whether it cannot now is seen when this runs alone.
+            raise _Lost(brief(error), Blame.CONNECTION if ends_session(error) else Blame.NOBODY) from error
         raise DatabaseUnavailable(f"PostgreSQL: {brief(error)}") from error
 
     def _connect(self) -> sqlalchemy.Connection:
@@ -358,233 +521,122 @@ class Processor:
         except (psycopg.Error, sqlalchemy.exc.SQLAlchemyError) as error:
             raise DatabaseUnavailable(f"PostgreSQL: {brief(error)}") from error
 
-    def _was_committed(self, fresh: set[uuid.UUID]) -> bool:
-        """Whether the transaction with these ledger rows was committed, asked on a new connection.
+    def _was_committed(self, work: Work) -> bool:
+        """Whether the transaction was committed, asked on a new connection.
 
-        All of them must be there: some may be another process's, which took a part of the batch when ours was rolled
-        back. If it took all of it, that is as good: everything is applied.
+        All of its ledger rows must be there: some may be another process's, which took a part of the batch when ours was
+        rolled back. If it took all of it, that is as good. And nothing of what waited may be leased to us still.
 
         No means no for now only: the server may still be at it. Running the batch again is right in both cases, since
         its insert waits for the other transaction.
         """
+        if not work.fresh and not work.taken:
+            return False
         try:
             with self._connect() as connection:
-                return self._ledger.present(driver_connection(connection), fresh) == fresh
+                raw = driver_connection(connection)
+                return self._ledger.present(raw, work.fresh) == work.fresh and not (
+                    work.taken and self._ledger.leased(raw, work.taken)
+                )
         except (psycopg.Error, sqlalchemy.exc.SQLAlchemyError) as error:
             raise DatabaseUnavailable(f"PostgreSQL: {brief(error)}") from error
 
-    def _take_back(self, raw: Connection, items: Sequence[_Item], work: _Work) -> bool:
+    def _take_back(self, raw: Connection, items: Sequence[Item], work: Work) -> bool:
         """Make good what a handler's own COMMIT did: the ledger rows of events that have not run are there with it.
 
-        They are deleted again, and the versions written of those that have run. Returns whether it was a COMMIT.
+        They are as they were before, and the versions written of those that have run. Returns whether it was a COMMIT.
         """
-        ran = {item.event.id for item in work.begun if item.event}
+        ran = work.done + work.running
+        left = work.fresh - {item.event.id for item in ran if item.event}
+        waited = {item.event.id for item in items if item.waiting and item.event}
+        versions: dict[Entity, int] = {}
         try:
             with raw.transaction():
-                if not self._ledger.present(raw, work.fresh):
+                if not self._ledger.applied(raw, work.fresh):
                     return False
-                self._ledger.forget(raw, work.fresh - ran)
-                if versions := self._settle_versions(raw, work.begun):
+                self._ledger.forget(raw, left - waited)
+                self._ledger.mark(raw, left & waited, "waiting")
+                self._ledger.done_waiting(raw, [item.waiting for item in ran if item.waiting])
+                for item in ran:
+                    if item.entity and item.event and item.event.version is not None:
+                        versions[item.entity] = max(versions.get(item.entity, 0), item.event.version)
+                if versions:
+                    before = self._ledger.lock_versions(raw, versions)
+                    versions = {e: v for e, v in versions.items() if (before[e] is None) or v > (before[e] or 0)}
                     self._ledger.raise_versions(raw, versions)
+                    self._ledger.wake(raw, {e: v for e, v in versions.items() if not e.type}, _WOKEN)
         except psycopg.Error as error:
             _log.critical(
                 "a handler ended the transaction with a statement of its own, and what it left could not be taken back "
                 "(%s); these events count as applied, but have not run: %s",
-                brief(error), ", ".join(map(str, work.fresh - ran)), extra={"action": "events_lost"},
+                brief(error), ", ".join(map(str, left)), extra={"action": "events_lost"},
             )  # fmt: skip
             raise
-        waiting = [item for item in items if item.event is None or item.event.id in work.fresh - ran]
-        for item in waiting:
-            item.outcome = Outcome.RETRY
-        for item in work.begun:
+        for item in items:
+            item.again = item.event is None or item.event.id in left
+        for item in ran:
             item.outcome = Outcome.APPLIED
-        culprit = work.begun[-1].event
+        culprit = work.running[-1].event
         assert culprit is not None
         _log.error(
             "the handler of %s %s ended the transaction with a statement of its own: it and %d events before it in the "
-            "batch are committed, what it did after that is not; %d that had not run stay pending",
-            culprit.type, culprit.id, len(ran) - 1, len(waiting),
+            "batch are committed, what it did after that is not; %d that had not run run alone",
+            culprit.type, culprit.id, len(ran) - 1, sum(item.again for item in items),
             extra={"action": "transaction_ended", "event_id": str(culprit.id)},
         )  # fmt: skip
         return True
 
-    def _apply(
-        self,
-        connection: sqlalchemy.Connection,
-        raw: Connection,
-        items: Sequence[_Item],
-        work: _Work,
-        progress: Callable[[], None],
-    ) -> None:
-        ledger = self._ledger
-        first: dict[uuid.UUID, _Item] = {}
+    # --- what is said ---
+
+    def _tell(self, items: Sequence[Item]) -> None:
+        """Log what was committed and somebody should know."""
         for item in items:
-            event = item.event
-            if event is None:
-                item.outcome = Outcome.DEAD
-            elif item.handler is None:
-                item.outcome = self._unhandled(event)
-            elif event.id in first:
-                item.outcome = Outcome.DUPLICATE
-            else:
-                first[event.id] = item
-                item.outcome = Outcome.DUPLICATE
-        if first:
-            before = ledger.tag(raw)
-            work.fresh = ledger.claim(raw, first, self._patience_seconds)
-            tag = ledger.tag(raw)
-            work.tag = tag if tag != before else None
-        fresh = [item for event_id, item in first.items() if event_id in work.fresh]
-        for item in fresh:
-            item.outcome = Outcome.DEAD if item.letter else Outcome.APPLIED
-        to_run = [item for item in fresh if item.letter is None]
-        versions = self._settle_versions(raw, to_run)
-        try:
-            self._run(connection, raw, [item for item in to_run if item.outcome is Outcome.APPLIED], work, progress)
-        except HandlerMisuse as error:
-            work.misuse = error
-            raise
-        work.ours = True
-        if versions:
-            ledger.raise_versions(raw, versions)
-        for outcome in (Outcome.STALE, Outcome.DEAD):
-            ids = [item.event.id for item in fresh if item.outcome is outcome and item.event]
-            if ids:
-                ledger.mark(raw, ids, outcome)
-        dead = [(item.event, item.letter) for item in items if item.letter and item.outcome is Outcome.DEAD]
-        if dead:
-            ledger.bury(raw, [letter for _, letter in dead], self._patience_seconds)
-            for event, letter in dead:
-                what = f"{event.type} {event.id} of key {event.key!r}" if event else "what is no event"
-                _log.error(
-                    "put aside in dead_letters: %s, %s %s: %s", what, letter.stream, letter.receipt, letter.error,
-                    extra={"action": "dead_letter", "reason": letter.reason, "event_id": str(letter.event_id)},
-                )  # fmt: skip
+            if item.outcome is Outcome.DEAD and item.grave:
+                self._tell_dead(item, item.grave)
+            elif item.outcome is Outcome.RETRY and item.wait and item.failure:
+                self._tell_failed(item, item.failure)
+            elif item.outcome is Outcome.PARKED and item.wait and item.wait.reason == "no_handler":
+                self._tell_unknown(item)
 
-    def _unhandled(self, event: Envelope) -> Outcome:
-        if self._consumer.ignores(event.type):
-            return Outcome.IGNORED
-        if event.type not in self._unknown and len(self._unknown) < 1000:
-            self._unknown.add(event.type)
-            _log.warning(
-                "no handler for %r in consumer %s: such events stay pending until one is deployed "
-                "(or ignore the type: consumer.ignore(%r))",
-                event.type, self._consumer.name, event.type, extra={"action": "no_handler"},
-            )  # fmt: skip
-        return Outcome.RETRY
+    def _tell_failed(self, item: Item, failure: Failure) -> None:
+        wait, event = item.wait, item.event
+        assert wait is not None
+        of = item.handler.retry.attempts if item.handler else self._consumer.retry.attempts
+        counted = f"attempt {wait.attempts} of {of}" if failure.blame is Blame.EVENT else "not counted"
+        if isinstance(failure.error, ProcessDied):
+            counted = f"start {wait.starts} of {self._limits.max_deliveries}"
+        _log.error(
+            "handler failed (%s), tried again in %.1f s: %s %s: %s",
+            counted, wait.seconds, event.type if event else None, event.id if event else item.delivery.receipt,
+            brief(failure.error),
+            extra={"action": "handler_failed", "event_id": str(event.id) if event else None, "attempts": wait.attempts},
+            exc_info=presentable(failure.error),
+        )  # fmt: skip
 
-    def _settle_versions(self, raw: Connection, items: Sequence[_Item]) -> dict[Entity, int]:
-        """Lock the entities of handlers with an order, mark the stale items, and return the versions then reached."""
-        ordered: list[tuple[_Item, Entity, int]] = []
-        for item in items:
-            event, handler = item.event, item.handler
-            assert event is not None
-            assert handler is not None
-            if handler.order is Order.LATEST:
-                assert event.key is not None
-                assert event.version is not None
-                ordered.append((item, Entity(event.topic, event.type, event.key), event.version))
-        if not ordered:
-            return {}
-        applied = self._ledger.lock_versions(raw, [entity for _, entity, _ in ordered], self._patience_seconds)
-        reached: dict[Entity, int] = {}
-        for item, entity, version in ordered:
-            before = reached.get(entity, applied[entity])
-            if before is not None and version <= before:
-                item.outcome = Outcome.STALE
-            else:
-                reached[entity] = version
-        return reached
+    def _tell_dead(self, item: Item, letter: DeadLetter) -> None:
+        event = item.event
+        what = f"{event.type} {event.id} of key {event.key!r}" if event else "what is no event"
+        _log.error(
+            "put aside in dead_letters (%s): %s, %s %s: %s",
+            letter.reason, what, item.delivery.stream, item.delivery.receipt, letter.error,
+            extra={"action": "dead_letter", "reason": letter.reason, "event_id": str(event.id) if event else None},
+            exc_info=presentable(item.failure.error) if item.failure else None,
+        )  # fmt: skip
 
-    def _run(
-        self,
-        connection: sqlalchemy.Connection,
-        raw: Connection,
-        items: list[_Item],
-        work: _Work,
-        progress: Callable[[], None],
-    ) -> None:
-        """Run the handlers, sorted by key: one key keeps its order, and a common order avoids deadlocks."""
-        items.sort(key=lambda item: (item.event.key or "") if item.event else "")
-        if not items:
+    def _tell_unknown(self, item: Item) -> None:
+        assert item.event is not None
+        if item.event.type in self._unknown or len(self._unknown) >= 1000:
             return
-        session = HandlerSession(bind=connection)
-        work.ours = False
-        with ExitStack() as stack:
-            stack.callback(session.discard)
-            # Inside psycopg's own transaction block nobody can commit or roll back, by whatever way he got at the
-            # connection: a commit would leave the ledger rows of events that have not run.
-            stack.enter_context(raw.transaction())
-            try:
-                for item in items:
-                    work.begun.append(item)
-                    _call(item, session, raw)
-                    # The statement COMMIT cannot be refused, and psycopg begins anew with the next one.
-                    if work.tag is not None and self._ledger.tag(raw) != work.tag:
-                        raise HandlerMisuse("the handler ended the transaction it was given (or set application_name)")
-                    progress()
-            except BaseException:  # looked at before anybody rolls back
-                idle = raw.info.transaction_status == TransactionStatus.IDLE
-                work.ended = idle or (work.tag is not None and self._ledger.tag(raw) != work.tag)
-                raise
+        self._unknown.add(item.event.type)
+        _log.warning(
+            "no handler for %r in consumer %s: such events wait for one to be deployed, and are put aside after %g s "
+            "(CONSUMER_NO_HANDLER_SECONDS); or ignore the type: consumer.ignore(%r)",
+            item.event.type, self._consumer.name, self._limits.no_handler_seconds, item.event.type,
+            extra={"action": "no_handler"},
+        )  # fmt: skip
 
 
-def _call(item: _Item, session: HandlerSession, raw: Connection) -> None:
-    """Run one handler, and see that it leaves the transaction as it should."""
-    with _contained():
-        event, handler = item.event, item.handler
-        assert event is not None
-        assert handler is not None
-        result = handler.function(event, raw if handler.raw else session)
-        if result is not None:
-            _refuse_unfinished(result)
-        if not handler.raw:
-            session.flush()  # now, so that an error names the right event
-    status = raw.info.transaction_status
-    if raw.broken:
-        raise psycopg.OperationalError("the handler caught the loss of its connection")
-    if status != TransactionStatus.INTRANS:
-        raise HandlerMisuse(
-            "the handler caught a database error outside of session.begin_nested() and left the transaction aborted"
-            if status == TransactionStatus.INERROR
-            else "the handler ended the transaction it was given"
-        )
-
-
-@contextmanager
-def _contained() -> Iterator[None]:
-    """Whatever a handler raises is a failure of its event; only KeyboardInterrupt, a person's wish, goes further."""
-    process = os.getpid()
-    code = 1
-    try:
-        yield
-        code = 0
-    except psycopg.Rollback as error:  # psycopg's block would take it for its own, and for no failure
-        raise HandlerMisuse("the handler raised psycopg.Rollback outside of a transaction block of its own") from error
-    except (Exception, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
-            code = error.code or 0
-        raise HandlerMisuse(f"the handler raised {type(error).__name__}, which would end the process") from error
-    finally:
-        if os.getpid() != process:  # a child that the handler forked came here; the connections are its parent's
-            os._exit(code)
-
-
-def _refuse_unfinished(result: object) -> None:
-    """Refuse what a handler has only promised to do (a lambda's or a partial's coroutine, say)."""
-    if inspect.iscoroutine(result) or inspect.isgenerator(result):
-        result.close()
-    elif not inspect.isawaitable(result) and not inspect.isasyncgen(result):
-        return
-    raise HandlerMisuse(
-        f"the handler returned a {type(result).__name__}, which nobody runs: handlers are plain functions, not async "
-        "ones or generators"
-    )
-
-
-def driver_connection(connection: sqlalchemy.Connection) -> Connection:
+def driver_connection(connection: sqlalchemy.Connection, *, autocommit: bool = False) -> Connection:
     """The psycopg connection beneath SQLAlchemy's.
 
     Raises:
@@ -593,7 +645,7 @@ def driver_connection(connection: sqlalchemy.Connection) -> Connection:
     raw = connection.connection.driver_connection
     if not isinstance(raw, psycopg.Connection):
         raise SettingsError("the consumer's engine must use psycopg 3 (postgresql+psycopg://)")
-    if raw.autocommit:
+    if raw.autocommit and not autocommit:
         raise SettingsError(
             "the consumer's engine is in AUTOCOMMIT mode: an event's ledger row and its effect would not be one "
             "transaction, and a crash between them would lose the event; leave isolation_level out"
@@ -601,80 +653,9 @@ def driver_connection(connection: sqlalchemy.Connection) -> Connection:
     return raw
 
 
-def _letter(item: _Item, reason: str, error: str) -> DeadLetter:
-    delivery = item.delivery
-    event_id = item.event.id if item.event else None
-    error = error[:1000].replace("\x00", "\\x00")  # a field's name may have it, PostgreSQL's text may not
-    letter = DeadLetter(delivery.stream, delivery.receipt, event_id, reason, error, delivery.fields, delivery.count)
-    if letter.size > KEPT_BYTES:
-        letter = replace(letter, error=f"{error}; only the beginning of its {letter.size} bytes is kept")
+def _letter(item: Item, reason: str, error: str, attempts: int | None = None) -> DeadLetter:
+    error = storable(error[:1000])  # a field's name may have NUL, PostgreSQL's text may not
+    letter = DeadLetter(item.delivery, item.event, reason, error, item.delivery.count if attempts is None else attempts)
+    if letter.cut:
+        letter = replace(letter, error=f"{error}; only the beginning of its {size(item.delivery)} bytes is kept")
     return letter
-
-
-def _original(error: BaseException | None) -> BaseException | None:
-    """The driver's error in SQLAlchemy's."""
-    return (error.orig or error) if isinstance(error, sqlalchemy.exc.StatementError) else error
-
-
-def _sqlstate(error: BaseException | None) -> str | None:
-    return getattr(_original(error), "sqlstate", None)
-
-
-def _is_away(error: BaseException, work: _Work) -> bool:
-    """Whether an error says that PostgreSQL cannot work now, and nothing about an event; the connection is still open."""
-    original = _original(error)
-    if not isinstance(original, psycopg.Error):
-        return False
-    if work.ours:  # time-outs, rights, a table that is gone: no event's fault, unless the values are refused
-        return not (original.sqlstate or "").startswith(_VALUES)
-    # Without a SQLSTATE it is the handler's mistake with the driver, or a connection of its own to somewhere else.
-    return original.sqlstate not in (None, _QUERY_LIMIT) and database_away(original)
-
-
-def _may_be_the_sessions(error: BaseException, work: _Work) -> bool:
-    """Whether an error may come from what a handler set for the session (its role, a time-out, read-only, the encoding),
-    so that another connection may be spared it."""
-    if work.ours:
-        return isinstance(error, Exception) and _sqlstate(error) != _LOCK_TIMEOUT
-    state = _sqlstate(error)
-    return state is not None and not state.startswith((*_VALUES, "P0"))  # P0: raised by PL/pgSQL on purpose
-
-
-def brief(error: BaseException) -> str:
-    """The error in one line, without the values that PostgreSQL's details and SQLAlchemy's parameters hold."""
-    original = _original(error)
-    return f"{type(original).__name__}: {' '.join(_text(error).split())[:500]}"
-
-
-def _text(error: BaseException) -> str:
-    original = _original(error)
-    if isinstance(original, psycopg.Error) and original.sqlstate:
-        if original.sqlstate.startswith("22"):  # of data: the message itself quotes the value
-            return f"SQLSTATE {original.sqlstate}"
-        return original.diag.message_primary or f"SQLSTATE {original.sqlstate}"
-    if original is not error and not isinstance(original, psycopg.Error):
-        return "a parameter cannot be sent"  # SQLAlchemy's StatementError; the error in it quotes the value
-    text = str(original)
-    if isinstance(error, sqlalchemy.exc.PendingRollbackError):
-        return text.partition(" Original exception was:")[0]
-    return text
-
-
-def _presentable(error: BaseException) -> BaseException:
-    """The error as a traceback may show it: databases' errors in its chain are replaced by such as have no values."""
-    if isinstance(error, psycopg.Error | sqlalchemy.exc.SQLAlchemyError):
-        original = _original(error)
-        shown: Exception = RuntimeError(brief(error))
-        if isinstance(original, psycopg.Error):
-            shown = type(original)(_text(error))
-        return shown.with_traceback(error.__traceback__)
-    link, seen = error, {id(error)}
-    while (behind := link.__cause__ or (None if link.__suppress_context__ else link.__context__)) is not None:
-        if id(behind) in seen:
-            break
-        if isinstance(behind, psycopg.Error | sqlalchemy.exc.SQLAlchemyError):
-            link.__cause__ = _presentable(behind)
-            break
-        link = behind
-        seen.add(id(link))
-    return error

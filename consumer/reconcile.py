@@ -10,6 +10,7 @@ import struct
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import islice
@@ -71,14 +72,16 @@ class Report:
     Attributes:
         compared: events recorded in the time looked at, of the consumer's topics and types.
         missing: recorded more than `grace` ago and not in the ledger: to be published again.
-        late: not in the ledger, but so young that they may be on their way.
+        late: not in the ledger, but so young that they may be on their way, or jobs for later.
         extra: in the ledger, and not recorded in this outbox.
         older: in the ledger and not in the outbox, but older than all that it still has, so that it may have dropped them.
         dead: in the ledger as put aside in dead_letters.
+        waiting: in the ledger as waiting for another try, a handler or an earlier version.
     """
 
     compared: int = 0
     dead: int = 0
+    waiting: int = 0
     older: int = 0
     missing: Found = field(default_factory=Found)
     late: Found = field(default_factory=Found)
@@ -114,8 +117,10 @@ def reconcile(
         report.compared += 1
         if outcome == "dead":
             report.dead += 1
+        elif outcome == "waiting":
+            report.waiting += 1
         elif outcome is None:
-            (report.late if event.created_at > now - grace else report.missing).add(event.id, event.position)
+            (report.late if _due(event) > now - grace else report.missing).add(event.id, event.position)
     # Recorded before `since` and processed after, or of a type that had a handler once: not extra after all.
     # Nor is what retention has dropped: it drops meanwhile, too, so it is asked last from when on the outbox has everything.
     rest = unknown.numbered()
@@ -131,6 +136,13 @@ def reconcile(
             else:
                 report.extra.add(event_id)
     return report
+
+
+def _due(event: Recorded) -> datetime:
+    """From when on it may be processed: a job may be for later."""
+    with suppress(ValueError, TypeError):  # it is no instant
+        return max(event.created_at, datetime.fromisoformat(event.run_at or ""))
+    return event.created_at
 
 
 def _recorded_by(event_id: uuid.UUID, processed_at: datetime) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import psycopg
 import sqlalchemy.exc
@@ -28,6 +28,7 @@ from outbox import operations
 from outbox import replay as replays
 from outbox import schema as schemas
 from outbox.doctor import TRANSACTION_SECONDS, Finding, Limits, examine
+from outbox.envelope import Priority, is_queue
 from outbox.errors import NotStarted, OutboxError, SettingsError
 from outbox.relay import Relay
 from outbox.retry import Stop
@@ -38,6 +39,7 @@ from outbox.settings import (
     database_url_from_environment,
     unknown_variables,
 )
+from outbox.startup import examine as examine_at_start
 from outbox.startup import examined
 from outbox.transport.base import side_stream, streams_of
 
@@ -141,6 +143,28 @@ def status(
     typer.echo(json.dumps(asdict(found), indent=2) if as_json else "\n".join(_lines(found)))
 
 
+@app.command()
+def queues(
+    schema: Schema = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show every queue of jobs: what is ready, delayed, running and orphaned, and what has failed. Changes nothing.
+
+    Ready jobs by priority: high/normal/low; INCOMPLETE where the relay has jobs to publish that Redis never had, or has lost. Orphaned ones are running, but their process is gone: another worker takes them over
+    when their claim (CONSUMER_CLAIM_SECONDS) has ended. Waiting ones and dead letters are in the consumer's tables (?: these are in
+    another database or schema). Completed, failed and cancelled: of the last ones that Redis remembers.
+
+    The jobs themselves: consumer jobs list QUEUE
+    """
+    found = operations.queues(_settings(schema), _consumer_schema())
+    if as_json:
+        typer.echo(json.dumps([asdict(each) for each in found], indent=2, default=datetime.isoformat))
+    elif found:
+        typer.echo("\n".join(_table([_QUEUE_COLUMNS, *map(_cells, found)])))
+    else:
+        typer.echo("there are no queues")
+
+
 @app.command("drop-group")
 def drop_group(
     name: Annotated[str, typer.Argument(help="The consumer group, as `outbox status` names it.")],
@@ -151,8 +175,8 @@ def drop_group(
     ] = False,
 ) -> None:
     """Forget a consumer group that is gone for good: nothing is kept for it any longer, and what it left is lost to it."""
-    if not yes:
-        typer.confirm(f"Forget group {name} and everything that it has not acknowledged?", abort=True)
+    if not (yes or confirmed(f"Forget group {name} and everything that it has not acknowledged?")):
+        raise typer.Abort
     for stream in operations.drop_group(_settings(schema), name, force=force):
         typer.echo(f"group {name} of stream {stream} is forgotten")
 
@@ -166,8 +190,8 @@ def new_epoch(
 
     For a database that came back without PostgreSQL knowing it, as from a snapshot of its disk. Not after a promotion.
     """
-    if not yes:
-        typer.confirm("Publish from this database from now on, and from no other?", abort=True)
+    if not (yes or confirmed("Publish from this database from now on, and from no other?")):
+        raise typer.Abort
     typer.echo(f"epoch {operations.new_epoch(_settings(schema))} begins")
 
 
@@ -209,7 +233,7 @@ def replay(
         for found in chosen:
             streams = (
                 [side_stream(found.topic, group)]
-                if group
+                if group and not is_queue(found.topic)
                 else streams_of(found.topic, settings.lanes.get(found.topic, 1))
             )
             shown = streams[0] if len(streams) == 1 else f"{streams[0]} to {streams[-1]}"
@@ -301,10 +325,8 @@ def _lines(found: operations.Status) -> Iterator[str]:
             yield f"stream {stream.stream}  batch ? of {stream.batch}  {state}"
         else:
             state += f"cannot be used: {stream.error}" if stream.error else ""
-            yield (
-                f"stream {stream.stream}  {stream.entries:,} entries, batch {stream.published_batch} of {stream.batch}"
-                f"  {state}"
-            )
+            newest = "-" if stream.published_batch is None else stream.published_batch
+            yield (f"stream {stream.stream}  {stream.entries:,} entries, batch {newest} of {stream.batch}  {state}")
         if stream.unpublished:
             yield f"  {stream.unpublished:,} events not published, the oldest for {_seconds(stream.unpublished_seconds)}"
         if stream.missing:
@@ -318,7 +340,7 @@ def _lines(found: operations.Status) -> Iterator[str]:
                 f"  group {name}: {group.unacknowledged:,} not acknowledged{since}, {waiting} undelivered, {pending} pending"
                 f" (oldest {_seconds(group.oldest_pending_seconds)}), acknowledged to batch {group.acked_batch}"
                 f" {_seconds(group.still_seconds)} ago"
-                + _dead(group.dead)
+                + _aside(group)
                 + (
                     ""
                     if group.there is not False
@@ -333,14 +355,40 @@ def _lines(found: operations.Status) -> Iterator[str]:
         pending = "?" if side.entries is None else f"{side.pending:,}"
         yield (
             f"stream {side.stream}  for group {side.group} alone: {entries} entries, {waiting} undelivered, {pending} pending"
-            f" (oldest {_seconds(side.oldest_pending_seconds)})" + _dead(side.dead)
+            f" (oldest {_seconds(side.oldest_pending_seconds)})" + _aside(side)
         )
 
 
-def _dead(number: int | None) -> str:
-    if number is None:
-        return ", ? dead letters"
-    return f", {number:,} dead letters" if number else ""
+_QUEUE_COLUMNS = (
+    "queue", "consumer", "ready", "oldest", "delayed", "next due", "running", "orphaned", "waiting", "dead", "completed", "failed",
+    "cancelled",
+)  # fmt: skip
+
+
+def _cells(found: operations.QueueStatus) -> tuple[str, ...]:
+    consumer = "-" if found.consumer is None else found.consumer
+    ended = (found.kept.get(status, 0) for status in ("completed", "failed", "cancelled"))
+    ready = "/".join(f"{found.ready.get(priority, 0):,}" for priority in get_args(Priority))
+    counts = (found.running, found.orphaned, found.waiting, found.dead, *ended)
+    return (
+        found.queue, consumer if consumer.isprintable() else repr(consumer),
+        ready if found.whole else f"{ready} INCOMPLETE",
+        _seconds(found.oldest_ready_seconds), f"{found.delayed:,}",
+        found.next_due.isoformat(timespec="seconds").replace("+00:00", "Z") if found.next_due else "-",
+        *("?" if number is None else f"{number:,}" for number in counts),
+    )  # fmt: skip
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _aside(group: operations.GroupStatus | operations.SideStreamStatus) -> str:
+    """What its consumer has in its own tables."""
+    dead = ", ? dead letters" if group.dead is None else f", {group.dead:,} dead letters" if group.dead else ""
+    return (f", {group.waiting:,} wait for another try" if group.waiting else "") + dead
 
 
 def _seconds(value: float | None) -> str:
@@ -418,12 +466,16 @@ def report(findings: Sequence[Finding], *, as_json: bool, strict: bool) -> None:
     raise SystemExit(1 if counts["error"] else 2 if strict and counts["warning"] else 0)
 
 
-def configure_logging(level: str) -> None:
-    """Log to standard error, one line a record."""
+def configure_logging(level: str, who: str = "") -> None:
+    """Log to standard error, one line a record; `who` is put before the message, in logging's own format."""
     numeric = logging.getLevelNamesMapping().get(level.upper())
     if numeric is None:
         raise typer.BadParameter("must be debug, info, warning or error", param_hint="--log-level")
-    logging.basicConfig(level=max(numeric, logging.INFO), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=max(numeric, logging.INFO),
+        format=f"%(asctime)s %(levelname)s %(name)s: {who}%(message)s",
+        force=bool(who),
+    )
     for name in ("outbox", "consumer"):
         logging.getLogger(name).setLevel(numeric)
     # Of a connection that is lost it shows fifty lines of where it noticed; ours is one, and says what follows.
@@ -433,13 +485,28 @@ def configure_logging(level: str) -> None:
 def stop_on_signals(stop: Callable[[], None]) -> None:
     """SIGTERM or SIGINT finishes the work at hand; a second one ends the process at once."""
 
+    def second(signum: int, _frame: object) -> None:
+        os._exit(128 + signum)
+
     def first(_signum: int, _frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # The kernel ignores what has no handler in the first process of a container.
+        then = second if os.getpid() == 1 else signal.SIG_DFL
+        signal.signal(signal.SIGTERM, then)
+        signal.signal(signal.SIGINT, then)
         stop()
 
     signal.signal(signal.SIGTERM, first)
     signal.signal(signal.SIGINT, first)
+
+
+def looked(look: Callable[[], list[Finding]], *, strict: bool) -> int:
+    """The look of `outbox.startup` in a process that does nothing else; its exit code."""
+    try:
+        examine_at_start(look, strict=strict, stopping=Stop())
+    except NotStarted as error:
+        typer.echo(f"error: {error}", err=True)
+        return os.EX_CONFIG
+    return 0
 
 
 @contextmanager

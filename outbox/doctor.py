@@ -36,7 +36,7 @@ from outbox.store import (
     unused_slots,
 )
 from outbox.transport.base import ServerFacts, StreamInfo, topic_of
-from outbox.transport.stream import StreamTransport
+from outbox.transport.router import Router
 
 T = TypeVar("T")
 Level = Literal["ok", "warning", "error"]
@@ -258,9 +258,9 @@ def connect(settings: Settings, application: str) -> Connection:
     return schemas.connect(settings.database_url.get_secret_value(), application, autocommit=True)
 
 
-def transport(settings: Settings) -> StreamTransport:
+def transport(settings: Settings) -> Router:
     """A transport to look with."""
-    return StreamTransport.from_url(
+    return Router.from_url(
         settings.redis_url.get_secret_value(),
         prefix=settings.key_prefix,
         timeout_seconds=settings.redis_timeout_seconds,
@@ -512,7 +512,7 @@ def _lanes(heads: Sequence[StreamHead], settings: RelaySettings) -> Iterator[Fin
         yield ok("lanes", f"OUTBOX_LANES agrees with the {len(lanes)} topics published so far")
 
 
-def _groups(there: StreamTransport, progress: Sequence[GroupProgress], limits: Limits) -> Iterator[Finding]:
+def _groups(there: Router, progress: Sequence[GroupProgress], limits: Limits) -> Iterator[Finding]:
     """Groups that were seen once: nothing is trimmed that one of them has not acknowledged."""
     fine = 0
     for group in progress:
@@ -542,7 +542,7 @@ def _groups(there: StreamTransport, progress: Sequence[GroupProgress], limits: L
 # --- Redis, for both sides ---------------------------------------------------------------------------------------------------
 
 
-def facts_of(seen: Examination, there: StreamTransport) -> list[ServerFacts]:
+def facts_of(seen: Examination, there: Router) -> list[ServerFacts]:
     """What the server, or every primary of a cluster, says about itself; one that does not answer is a finding."""
     answers = [seen.ask(partial(there.facts, node)) for node in seen.ask(there.nodes) or ()]
     return [facts for facts in answers if facts is not None]
@@ -714,9 +714,7 @@ def _unsafe(facts: ServerFacts, settings: RelaySettings) -> Iterator[str]:
         yield f"OUTBOX_WAIT_AOF is {settings.wait_aof}, and appendonly is off"
 
 
-def redis_rights(
-    there: StreamTransport, streams: Sequence[str], side: Literal["relay", "consumer"]
-) -> Iterator[Finding]:
+def redis_rights(there: Router, streams: Sequence[str], side: Literal["relay", "consumer"]) -> Iterator[Finding]:
     """Which commands our user may not run on these streams; each is tried without an effect."""
     refused: dict[tuple[str, ...], list[str]] = {}
     for stream in streams or [_SOME_STREAM]:

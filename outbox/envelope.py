@@ -1,4 +1,5 @@
-"""The published language: `Event` as a producer records it, `Envelope` as a consumer receives it, and the wire between.
+"""The published language: `Event` as a producer records it, and `Job`, which is one for a queue; `Envelope` as a consumer receives
+it, and the wire between.
 
 On the wire an event is a flat list of fields, named as in CloudEvents 1.0 (https://github.com/cloudevents/spec), so
 that other languages can read a stream without this library. What is absent or default is not written:
@@ -21,6 +22,10 @@ field             meaning                                                default
 (other)           headers: CloudEvents extension attributes              no headers
 ================  =====================================================  ==============================
 
+In what goes to a queue (a topic that begins with ``queue/``) three headers are the `Job`'s own: ``runat``, when it is to run (RFC
+3339 in UTC, with microseconds; absent: at once), ``priority`` (``high`` or ``low``; absent: normal) and ``lifo`` (``1``; absent: it
+comes after those before it).
+
 No I/O here, and no third party's types beyond msgspec.
 """
 
@@ -35,16 +40,20 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, date, datetime, time
+from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any, Final, Generic, Literal, get_args
 
 import msgspec
 
 from outbox.errors import InvalidEvent, UndecodableEntry
 
+if sys.version_info >= (3, 13):
+    from typing import TypeVar
+else:
+    from typing_extensions import TypeVar
 if sys.version_info >= (3, 14):
     from uuid import uuid7
 else:
@@ -59,6 +68,12 @@ MAX_VERSION: Final = 2**63 - 1
 
 #: One pattern for names that become part of a Redis key: no braces (hash tags), colons (lanes), spaces or controls.
 TOPIC_PATTERN: Final = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}"
+#: Topics that begin so are queues: what they carry is done by one worker of a pool. The rest is the queue's name.
+QUEUE_PREFIX: Final = "queue/"
+QUEUE_PATTERN: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+Priority = Literal["high", "normal", "low"]
+#: Headers that are a job's own, and in events for streams headers like any other.
+RUN_AT, PRIORITY, LIFO = JOB_HEADERS = ("runat", "priority", "lifo")
 #: CloudEvents 1.0, "Naming Conventions": lower-case letters and digits.
 HEADER_PATTERN: Final = r"[a-z][a-z0-9]{0,39}"
 #: Attribute names that are the envelope's own, and so cannot be headers.
@@ -80,7 +95,10 @@ RESERVED: Final = frozenset(
     ]
 )
 _TOPIC = re.compile(TOPIC_PATTERN)
+_QUEUE = re.compile(QUEUE_PATTERN)
 _HEADER = re.compile(HEADER_PATTERN)
+#: What queue_publish.lua can read as well, which says when a job is due; it takes what it cannot read as due at once.
+_RUN_AT = re.compile(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d(:?\d\d)?)", re.ASCII)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _CONTENT_TYPE = re.compile(r"[!-~][ -~]{0,199}")
 
@@ -96,11 +114,12 @@ class Event:
             Stored and delivered byte-equal. Integers are exact; Decimals become JSON strings, so they are exact too.
         key: what the event is about (an account, an order). Events of one key are published in commit order.
         version: the entity's version after the change, 0 to 2**63-1; lets a consumer skip what is older than applied.
-        id: made once, here (UUIDv7), so that every retry of the producer keeps it. Pass your own to derive it.
-        time: when it happened, an aware datetime; default: the instant in a UUIDv7 id.
+        id: made once, here (UUIDv7), so that every retry of the producer keeps it. A handler derives it from the event
+            that it handles (`Envelope.derived_id`).
+        time: when it happened, an aware datetime; default: the instant in a UUIDv7 id, or when it is recorded.
         source: what produced it (CloudEvents ``source``), at most 200 characters.
         headers: at most 32 of up to 1,024 bytes; names are lower-case letters and digits (CloudEvents extension
-            attributes), e.g. ``traceparent``.
+            attributes), e.g. ``traceparent``. In an event for a queue those of `Job` are refused.
         content_type: media type of a bytes payload.
 
     Raises:
@@ -142,7 +161,7 @@ class Event:
                 raise InvalidEvent(
                     "time", "must carry a time zone; a naive datetime means a different instant elsewhere"
                 )
-        object.__setattr__(self, "headers", _checked_headers(self.headers))
+        object.__setattr__(self, "headers", _checked_headers(self.headers, for_queue=is_queue(self.topic)))
         if isinstance(self.payload, bytes | bytearray | memoryview):
             if self.content_type is None:
                 raise InvalidEvent("content_type", "must be given with a bytes payload, e.g. application/octet-stream")
@@ -161,25 +180,80 @@ class Event:
             data = encode_json(self.payload)
         object.__setattr__(self, "data", data)
 
+    @property
+    def all_headers(self) -> Mapping[str, str]:
+        """The headers as they are recorded."""
+        return self.headers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(Event):
+    """Work that exactly one worker of a pool is to do, recorded in the transaction that makes it necessary: an `Event` for a queue.
+
+    Args:
+        queue: the queue's name; letters, digits and ``._-``, at most 100. Its topic is ``queue/`` and that.
+        type: what is to be done, e.g. ``send_receipt``; a consumer of the queue has a `consumer.Consumer.job` for it.
+        run_at: not before this, an aware datetime; or a timedelta from now, by this machine's clock. Redis' clock says when it is
+            time. Default: at once.
+        priority: ``high`` before ``normal`` before ``low``, yet those have a share of the workers' time, too.
+        lifo: it comes before those that wait already, not after them.
+        id: of two jobs with the same id one is done.
+
+    Raises:
+        InvalidEvent: a field breaks its rule; names both.
+    """
+
+    topic: str = field(init=False, repr=False, default="")
+    queue: str
+    run_at: datetime | timedelta | None = None
+    priority: Priority = "normal"
+    lifo: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "topic", QUEUE_PREFIX + check_queue(self.queue))
+        Event.__post_init__(self)
+        object.__setattr__(self, "run_at", _checked_run_at(self.run_at))
+        if self.priority not in get_args(Priority):
+            raise InvalidEvent("priority", f"must be high, normal or low, is {_shown(self.priority)}")
+        if not isinstance(self.lifo, bool):
+            raise InvalidEvent("lifo", f"must be True or False, is {_shown(self.lifo)}")
+
+    @property
+    def all_headers(self) -> Mapping[str, str]:
+        own = {}
+        if isinstance(self.run_at, datetime):
+            own[RUN_AT] = rfc3339(self.run_at)
+        if self.priority != "normal":
+            own[PRIORITY] = self.priority
+        if self.lifo:
+            own[LIFO] = "1"
+        return {**self.headers, **own}
+
+
+#: The payload's type; ``Envelope`` alone is ``Envelope[Any]``.
+P_co = TypeVar("P_co", covariant=True, default=Any)
+
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
-    """An event as a consumer receives it.
+class Envelope(Generic[P_co]):
+    """An event as a consumer receives it: ``Envelope[Payment]`` has a `Payment` as its payload.
 
     Attributes:
         id, topic, type, key, version, time, source, headers: as recorded; `time` falls back to the instant in a
             UUIDv7 id.
         data: the payload's bytes, as recorded.
         content_type: their media type.
-        payload: the decoded JSON value; for other media types the bytes. Integers are exact.
+        payload: the decoded JSON value, for other media types the bytes. Integers are exact. Of the type that the handler's
+            annotation gives it, if that does.
         delivery_count: how often it was delivered to this consumer, 1 for the first time.
+        run_at: of a job, when it was to run; None: at once.
     """
 
     id: uuid.UUID
     topic: str
     type: str
     data: bytes
-    payload: Any
+    payload: P_co
     key: str | None = None
     version: int | None = None
     content_type: str = JSON
@@ -187,6 +261,21 @@ class Envelope:
     source: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     delivery_count: int = 1
+    run_at: datetime | None = None
+
+    def derived_id(self, name: str) -> uuid.UUID:
+        """An id for what follows from this event: the same whenever and wherever this event is handled (UUIDv5, RFC 9562,
+        section 5.5, of the event's id and the name).
+
+        Args:
+            name: what follows (``receipt``, ``line-3``), 1 to 200 characters. Of all that follows from one event, whoever
+                records it, each needs another name: consumers take a second event of the same id for the first again.
+
+        Raises:
+            InvalidEvent: the name has control characters or lone surrogates, or another length.
+        """
+        _check_text("name", name)
+        return uuid.uuid5(self.id, name)
 
 
 # --- rules ---------------------------------------------------------------------------------------------------------
@@ -200,7 +289,32 @@ def check_topic(topic: str, name: str = "topic") -> str:
     """
     if not isinstance(topic, str) or not _TOPIC.fullmatch(topic):
         raise InvalidEvent(name, f"must match {TOPIC_PATTERN}, is {_shown(topic)}")
+    if is_queue(topic) and not _QUEUE.fullmatch(topic, len(QUEUE_PREFIX)):
+        raise InvalidEvent(
+            name, f"of a queue must be {QUEUE_PREFIX} and a name that matches {QUEUE_PATTERN}, is {topic!r}"
+        )
     return topic
+
+
+def check_queue(queue: str) -> str:
+    """Return `queue` if it is a valid name of a queue.
+
+    Raises:
+        InvalidEvent: it is not.
+    """
+    if not isinstance(queue, str) or not _QUEUE.fullmatch(queue):
+        raise InvalidEvent("queue", f"must match {QUEUE_PATTERN}, is {_shown(queue)}")
+    return queue
+
+
+def is_queue(topic: str) -> bool:
+    """Whether a topic (or the stream of that name) is a queue."""
+    return topic.startswith(QUEUE_PREFIX)
+
+
+def rfc3339(instant: datetime) -> str:
+    """An aware instant as RFC 3339 in UTC with microseconds, so that the order of the texts is that of the instants."""
+    return instant.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def is_json(content_type: str) -> bool:
@@ -228,7 +342,24 @@ def _check_content_type(value: str) -> None:
         raise InvalidEvent("content_type", f"must be a media type of at most 200 ASCII characters, is {_shown(value)}")
 
 
-def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
+def _checked_run_at(run_at: datetime | timedelta | None) -> datetime | None:
+    if run_at is None:
+        return None
+    try:
+        if isinstance(run_at, timedelta):
+            if run_at < timedelta(0):
+                raise InvalidEvent("run_at", "must not lie before now")
+            return datetime.now(UTC) + run_at
+        if not isinstance(run_at, datetime):
+            raise InvalidEvent("run_at", f"must be a datetime or a timedelta, is {type(run_at).__name__}")
+        if run_at.tzinfo is None or run_at.utcoffset() is None:
+            raise InvalidEvent("run_at", "must carry a time zone; a naive datetime means a different instant elsewhere")
+        return run_at.astimezone(UTC)
+    except OverflowError:
+        raise InvalidEvent("run_at", "must lie between the years 1 and 9999, in UTC") from None
+
+
+def _checked_headers(headers: Mapping[str, str], *, for_queue: bool) -> dict[str, str]:
     if not isinstance(headers, Mapping):
         raise InvalidEvent("headers", f"must be a mapping, is {type(headers).__name__}")
     if len(headers) > MAX_HEADERS:
@@ -238,6 +369,8 @@ def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
             raise InvalidEvent("headers", f"names must match {HEADER_PATTERN} (CloudEvents), one is {_shown(name)}")
         if name in RESERVED:
             raise InvalidEvent(f"headers.{name}", "is an attribute of the event itself")
+        if for_queue and name in JOB_HEADERS:
+            raise InvalidEvent(f"headers.{name}", "is a job's own in a queue; outbox.Job has a field for it")
         if not isinstance(value, str):
             raise InvalidEvent(f"headers.{name}", f"must be a string, is {type(value).__name__}")
         if _CONTROL.search(value):
@@ -250,18 +383,18 @@ def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
 # --- payloads ------------------------------------------------------------------------------------------------------
 
 
-def encode_json(payload: Any) -> bytes:
-    """Encode a payload as compact UTF-8 JSON, exactly or not at all.
+def encode_json(payload: Any, name: str = "payload") -> bytes:
+    """Encode a payload (or what goes by that name) as compact UTF-8 JSON, exactly or not at all.
 
     Raises:
         InvalidEvent: something in it has no exact JSON form; names the path (``payload.items[2]``).
     """
-    plain = _plain(payload, "payload", 0)
+    plain = _plain(payload, name, 0)
     return json.dumps(plain, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def decode_json(data: bytes) -> Any:
-    """Decode JSON strictly: UTF-8, no NaN or Infinity. Integers are exact.
+    """Decode JSON strictly: UTF-8, no NaN or Infinity, nor a number that a float cannot hold (1e400). Integers are exact.
 
     Raises:
         ValueError: it is not JSON.
@@ -273,7 +406,14 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-_JSON: Final = json.JSONDecoder(parse_constant=_refuse_constant)
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError("a number is too large for a float; write it as a string")
+    return number
+
+
+_JSON: Final = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 
 
 _MAX_DEPTH = 64
@@ -423,13 +563,11 @@ def decode(topic: str, fields: Mapping[bytes, bytes], delivery_count: int = 1) -
     Raises:
         UndecodableEntry: a required field is missing or one is malformed; names it.
     """
-    rest = dict(fields)
-    raw_id = _text(rest, "id")
-    kind = _text(rest, "type")
-    data = rest.pop(b"data", None)
+    texts = _texts(fields)
+    raw_id, kind, data = texts.pop("id", None), texts.pop("type", None), fields.get(b"data")
     if raw_id is None:
         raise UndecodableEntry("id", "is missing")
-    if kind is None or not kind:
+    if not kind:
         raise UndecodableEntry("type", "is missing")
     if data is None:
         raise UndecodableEntry("data", "is missing")
@@ -438,65 +576,99 @@ def decode(topic: str, fields: Mapping[bytes, bytes], delivery_count: int = 1) -
     except ValueError:
         raise UndecodableEntry("id", "is not a UUID") from None
     version = None
-    raw_version = _text(rest, "version")
+    raw_version = texts.pop("version", None)
     if raw_version is not None:
         if not (raw_version.isascii() and raw_version.isdigit()) or len(raw_version) > 19:
             raise UndecodableEntry("version", "is not an integer from 0 to 2**63-1")
         version = int(raw_version)
         if version > MAX_VERSION:
             raise UndecodableEntry("version", "is not an integer from 0 to 2**63-1")
-    content_type = _text(rest, "datacontenttype") or JSON
+    content_type = texts.pop("datacontenttype", None) or JSON
     payload: Any = data
-    if is_json(content_type):
+    if content_type is JSON or is_json(content_type):
         try:
             payload = decode_json(data)
         except (ValueError, RecursionError):
             raise UndecodableEntry("data", f"is not {content_type}") from None
-    raw_time = _text(rest, "time")
-    when = _instant(event_id)
-    if raw_time is not None:
-        try:
-            when = datetime.fromisoformat(raw_time)
-        except ValueError:
-            raise UndecodableEntry("time", "is not an RFC 3339 time") from None
-        if when.tzinfo is None:
-            raise UndecodableEntry("time", "has no time zone")
-    key = _text(rest, "subject")
-    source = _text(rest, "source")
-    rest.pop(b"batch", None)
-    rest.pop(b"specversion", None)
-    headers: dict[str, str] = {}
-    for name in rest:
-        try:
-            headers[name.decode()] = rest[name].decode()
-        except UnicodeDecodeError:
-            raise UndecodableEntry(name.decode(errors="replace"), "is not UTF-8") from None
+    when = _time(texts, "time") or _instant(event_id)
+    run_at = None
+    if is_queue(topic):
+        written = texts.get(RUN_AT)
+        run_at = _time(texts, RUN_AT)
+        if written is not None and not _RUN_AT.fullmatch(written):
+            raise UndecodableEntry(RUN_AT, "is not an RFC 3339 time")
+        for name in JOB_HEADERS:
+            texts.pop(name, None)
+    key, source = texts.pop("subject", None), texts.pop("source", None)
     return Envelope(
-        id=event_id, topic=topic, type=kind, data=data, payload=payload, key=key, version=version,
-        content_type=content_type, time=when, source=source, headers=headers, delivery_count=delivery_count,
-    )  # fmt: skip
+        event_id, topic, kind, data, payload, key, version, content_type, when, source, texts, delivery_count, run_at
+    )
 
 
-def _text(fields: dict[bytes, bytes], name: str) -> str | None:
-    raw = fields.pop(name.encode(), None)
-    if raw is None:
+def _time(texts: dict[str, str], name: str) -> datetime | None:
+    """Take a time out of the fields.
+
+    Raises:
+        UndecodableEntry: it is none.
+    """
+    text = texts.pop(name, None)
+    if text is None:
         return None
     try:
-        text = raw.decode()
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise UndecodableEntry(name, "is not an RFC 3339 time") from None
+    if found.tzinfo is None:
+        raise UndecodableEntry(name, "has no time zone")
+    return found
+
+
+#: Fields that are no headers and have no attribute either.
+_UNHEARD: Final = frozenset([b"data", b"batch", b"specversion"])
+
+
+def _texts(fields: Mapping[bytes, bytes]) -> dict[str, str]:
+    """The fields that are text, by name; all at once, since most are in order.
+
+    Raises:
+        UndecodableEntry: one is not.
+    """
+    try:
+        texts = {name.decode(): raw.decode() for name, raw in fields.items() if name not in _UNHEARD}
     except UnicodeDecodeError:
-        raise UndecodableEntry(name, "is not UTF-8") from None
-    if "\x00" in text:
-        raise UndecodableEntry(name, "has a NUL character, which PostgreSQL cannot hold")
-    if len(text) > MAX_NAME:
-        raise UndecodableEntry(name, f"has more than {MAX_NAME} characters")
-    return text
+        pass
+    else:
+        together = "".join(texts.values())
+        if "\x00" not in together and (len(together) <= MAX_NAME or len(max(texts.values(), key=len)) <= MAX_NAME):
+            return texts
+    texts = {}
+    for name, raw in sorted(fields.items(), key=_attributes_first):
+        if name in _UNHEARD:
+            continue
+        shown = name.decode(errors="replace")
+        try:
+            text = texts[name.decode()] = raw.decode()
+        except UnicodeDecodeError:
+            raise UndecodableEntry(shown, "is not UTF-8") from None
+        if shown in _WIRE:
+            if "\x00" in text:
+                raise UndecodableEntry(shown, "has a NUL character, which PostgreSQL cannot hold")
+            if len(text) > MAX_NAME:
+                raise UndecodableEntry(shown, f"has more than {MAX_NAME} characters")
+    return texts
+
+
+def _attributes_first(field: tuple[bytes, bytes]) -> int:
+    name = field[0].decode(errors="replace")
+    return _WIRE.index(name) if name in _WIRE else len(_WIRE)
 
 
 def _instant(event_id: uuid.UUID) -> datetime | None:
     """The millisecond in a UUIDv7 (RFC 9562, section 5.7), or None for other versions."""
-    if event_id.version != 7:
+    bits = event_id.int
+    if bits >> 76 & 15 != 7 or bits >> 62 & 3 != 2:  # as `version` and `variant` tell
         return None
     try:
-        return datetime.fromtimestamp((event_id.int >> 80) / 1000, UTC)
+        return datetime.fromtimestamp((bits >> 80) / 1000, UTC)
     except (OverflowError, ValueError, OSError):
         return None

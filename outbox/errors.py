@@ -36,8 +36,22 @@ class InvalidEvent(OutboxError, ValueError):
         self.rule = rule
 
 
+class InvalidKey(OutboxError, ValueError):
+    """A scope or key of `consumer.first_time` breaks its rule and was refused before any SQL.
+
+    Attributes:
+        field: ``scope`` or ``key``.
+        rule: what it must satisfy.
+    """
+
+    def __init__(self, field: str, rule: str) -> None:
+        super().__init__(f"{field}: {rule}")
+        self.field = field
+        self.rule = rule
+
+
 class NoTransaction(OutboxError):
-    """The connection is in autocommit mode: the event would not be part of the business transaction."""
+    """The connection is in autocommit mode: what is recorded would not be part of the business transaction."""
 
 
 class UndecodableEntry(OutboxError):
@@ -46,6 +60,20 @@ class UndecodableEntry(OutboxError):
     Attributes:
         field: the wire field.
         rule: what the field must satisfy.
+    """
+
+    def __init__(self, field: str, rule: str) -> None:
+        super().__init__(f"{field}: {rule}")
+        self.field = field
+        self.rule = rule
+
+
+class PayloadMismatch(OutboxError):
+    """A payload is not of the type that the handler's annotation asks for. Never quotes the value.
+
+    Attributes:
+        field: path in the payload (``payload.items[2].price``).
+        rule: what it must satisfy.
     """
 
     def __init__(self, field: str, rule: str) -> None:
@@ -113,6 +141,14 @@ class AlreadySealed(OutboxError):
 
 class HandlerMisuse(OutboxError):
     """A handler ended the transaction it was given (commit, rollback or close); its work is rolled back."""
+
+
+class HandlerTimeout(OutboxError):
+    """A handler took longer than its ``timeout_seconds``; its work is rolled back."""
+
+
+class Reject(OutboxError):
+    """Raised by a handler: this event can never be applied. It is put aside as a dead letter, without another try."""
 
 
 class SchemaError(OutboxError):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from typing import TypeVar
 
 from outbox import schema as schemas
+from outbox.envelope import QUEUE_PREFIX, is_queue
 from outbox.errors import SettingsError, StreamUnusable, TransportError
 from outbox.settings import RelaySettings
 from outbox.store import Connection, Group, Pause, Store, StreamHead
-from outbox.transport import Marker, StreamTransport
-from outbox.transport.base import GroupState, StreamState, side_stream, streams_of, topic_of
+from outbox.transport import Marker, Router, Transport
+from outbox.transport.base import GroupState, StreamState, queue_of, side_stream, streams_of, topic_of
 
 T = TypeVar("T")
 
@@ -37,12 +40,13 @@ class GroupStatus:
         undelivered: events that none of its consumers has read, counted from the sealed batches, since the server's own
             ``lag`` is null or wrong after trims and deletions; None: it cannot be told just now.
         pending: delivered and not acknowledged.
-        oldest_pending_seconds: age of the oldest of them in the stream.
+        oldest_pending_seconds: age of the oldest of them in the stream; None: it has none, or is a queue.
         acked_batch: up to here everything is acknowledged, as last written down by a relay.
         still_seconds: since that last moved.
         idle_seconds: since one of its consumers asked for something; None: it has none.
         there: whether the server has the group; None: it was not asked.
         dead: deliveries put aside as dead letters; None: the consumer's tables are in another database or schema.
+        waiting: delivered events that wait in the consumer's tables for another try, a handler or an earlier version; as `dead`.
     """
 
     name: str
@@ -56,6 +60,7 @@ class GroupStatus:
     idle_seconds: float | None
     there: bool | None
     dead: int | None
+    waiting: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,7 @@ class SideStreamStatus:
         undelivered: entries that none of its consumers has read, counted up to ten thousand; None: as well.
         pending: delivered and not acknowledged.
         oldest_pending_seconds: age of the oldest of them in the stream.
-        dead: as in `GroupStatus`.
+        dead, waiting: as in `GroupStatus`.
     """
 
     stream: str
@@ -106,6 +111,7 @@ class SideStreamStatus:
     pending: int
     oldest_pending_seconds: float | None
     dead: int | None
+    waiting: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +170,8 @@ def status(settings: RelaySettings, consumer_schema: str = "public") -> Status:
             unanswered = error
         known = ask(lambda: _Known(
             _by_stream(store.groups(connection)), store.group_ages(connection), store.pauses(connection),
-            store.dead_letters(connection, consumer_schema),
+            store.put_aside(connection, consumer_schema, "dead_letters"),
+            store.put_aside(connection, consumer_schema, "message_failures"),
         ))  # fmt: skip
         relays, epoch = ask(lambda: (store.relays(connection), store.epoch(connection)))
         unsealed = ask(lambda: store.unsealed(connection, _COUNTED))
@@ -176,6 +183,81 @@ def status(settings: RelaySettings, consumer_schema: str = "public") -> Status:
             relays, epoch, newest.seq if newest else 0, share, str(unanswered) if unanswered else None, unsealed, streams,
             _side_streams(None if unanswered else transport, {topic_of(head.stream) for head in heads}, known),
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class QueueStatus:
+    """A queue at a glance.
+
+    Attributes:
+        consumer: whose queue it is; None: no worker has opened it yet.
+        whole: whether Redis has lost nothing of it; else the relay is about to publish what is not done (see `status`).
+        ready: jobs that could begin, by priority.
+        oldest_ready_seconds: how long the oldest of them waits for a worker; None: there is none.
+        delayed: jobs whose time has not come; next_due: when the first one's does.
+        running: jobs that a process has claimed.
+        orphaned: those of them whose claim has ended or is lost: their process is gone, and another worker takes them over.
+        waiting: jobs that failed and wait in the consumer's tables for another try; None: these are in another database or schema.
+        dead: dead letters; as `waiting`.
+        kept: the last jobs that have ended, as far as Redis remembers them, by status.
+    """
+
+    queue: str
+    consumer: str | None
+    whole: bool
+    ready: Mapping[str, int]
+    oldest_ready_seconds: float | None
+    delayed: int
+    next_due: datetime | None
+    running: int
+    orphaned: int
+    waiting: int | None
+    dead: int | None
+    kept: Mapping[str, int]
+
+
+def queues(settings: RelaySettings, consumer_schema: str = "public") -> list[QueueStatus]:
+    """Every queue that Redis or the outbox knows, by name; changes nothing.
+
+    Args:
+        consumer_schema: as `status`.
+
+    Raises:
+        SchemaError: the tables are missing or of another revision.
+        psycopg.Error: PostgreSQL cannot be reached, or does not answer.
+        TransportError: Redis does not answer, or a queue cannot be used.
+    """
+    with opened(settings, database_seconds=_DATABASE_SECONDS) as (store, connection, transport):
+        with schemas.answering(connection, _DATABASE_SECONDS):
+            recorded = [head.stream for head in store.heads(connection) if is_queue(head.stream)]
+            groups = _by_stream(store.groups(connection))
+            waiting, dead = (
+                _by_queue(store.put_aside(connection, consumer_schema, table))
+                for table in ("message_failures", "dead_letters")
+            )
+        markers = transport.markers(recorded) if recorded else {}
+        statuses = []
+        for state in transport.lists.queues(map(queue_of, recorded)):
+            stream, kept = QUEUE_PREFIX + state.queue, dict(state.counts)
+            delayed, running, _ = (kept.pop(status, 0) for status in ("delayed", "running", "ready"))
+            kept.pop("waiting", None)  # of which PostgreSQL knows more
+            statuses.append(QueueStatus(
+                state.queue, state.group or min(groups.get(stream, ()), default=None),
+                stream not in markers or isinstance(markers[stream], Marker), state.ready, state.oldest_ready_seconds, delayed,
+                state.next_due, running, state.orphaned, None if waiting is None else waiting[stream],
+                None if dead is None else dead[stream], kept,
+            ))  # fmt: skip
+        return statuses
+
+
+def _by_queue(numbers: Mapping[tuple[str, str], int] | None) -> Counter[str] | None:
+    """All of a stream, whoever put it aside."""
+    if numbers is None:
+        return None
+    found = Counter[str]()
+    for (stream, _), number in numbers.items():
+        found[stream] += number
+    return found
 
 
 def drop_group(settings: RelaySettings, name: str, *, force: bool = False) -> list[str]:
@@ -209,7 +291,7 @@ def drop_group(settings: RelaySettings, name: str, *, force: bool = False) -> li
     return sorted(streams)
 
 
-def _check_gone(transport: StreamTransport, name: str, streams: list[str]) -> None:
+def _check_gone(transport: Transport, name: str, streams: list[str]) -> None:
     for stream in streams:
         with suppress(StreamUnusable):
             for group in transport.inspect(stream).groups:
@@ -242,7 +324,7 @@ def new_epoch(settings: RelaySettings) -> int:
 @contextmanager
 def opened(
     settings: RelaySettings, redis_seconds: float | None = None, database_seconds: float | None = None
-) -> Iterator[tuple[Store, Connection, StreamTransport]]:
+) -> Iterator[tuple[Store, Connection, Router]]:
     """What operations work with; closed at the end.
 
     Args:
@@ -253,7 +335,7 @@ def opened(
         SchemaError: the tables are missing or of another revision.
         psycopg.Error: PostgreSQL cannot be reached.
     """
-    transport = StreamTransport.from_url(
+    transport = Router.from_url(
         settings.redis_url.get_secret_value(),
         prefix=settings.key_prefix,
         timeout_seconds=redis_seconds or settings.redis_timeout_seconds,
@@ -280,6 +362,7 @@ class _Known:
     ages: Mapping[tuple[str, str], float]
     pauses: Mapping[str, Pause]
     dead: Mapping[tuple[str, str], int] | None
+    waiting: Mapping[tuple[str, str], int] | None
 
 
 def _stream(
@@ -305,9 +388,9 @@ def _stream(
         groups.append(
             GroupStatus(
                 name, unacknowledged, oldest, undelivered,
-                group.pending if group else 0, _age(group), acked, known.ages.get((head.stream, name)),
+                group.pending if group else 0, None if is_queue(head.stream) else _age(group), acked, known.ages.get((head.stream, name)),
                 group.idle_seconds if group else None, group is not None if asked else None,
-                None if known.dead is None else known.dead.get((head.stream, name), 0),
+                _count(known.dead, head.stream, name), _count(known.waiting, head.stream, name),
             )
         )  # fmt: skip
     pause = known.pauses.get(head.stream)
@@ -332,10 +415,13 @@ def _oldest(store: Store, connection: Connection, stream: str, after: int) -> fl
     return store.sealed_age(connection, first[0][0].seq) if first else None
 
 
-def _side_streams(transport: StreamTransport | None, topics: set[str], known: _Known) -> list[SideStreamStatus]:
+def _side_streams(transport: Transport | None, topics: set[str], known: _Known) -> list[SideStreamStatus]:
     """Those that are worth a line; all that is known without Redis where there is no transport."""
-    owners = {side_stream(topic_of(stream), name): name for stream, names in known.groups.items() for name in names}
-    for stream, consumer in known.dead or ():
+    owners = {
+        side_stream(topic_of(stream), name): name
+        for stream, names in known.groups.items() if not is_queue(stream) for name in names
+    }  # fmt: skip
+    for stream, consumer in {**(known.dead or {}), **(known.waiting or {})}:
         if topic_of(stream) in topics and stream == side_stream(topic_of(stream), consumer):
             owners[stream] = consumer
     try:
@@ -344,7 +430,7 @@ def _side_streams(transport: StreamTransport | None, topics: set[str], known: _K
         transport, there = None, {}
     found = []
     for stream, name in sorted(owners.items()):
-        dead = None if known.dead is None else known.dead.get((stream, name), 0)
+        dead, waiting = _count(known.dead, stream, name), _count(known.waiting, stream, name)
         try:
             marker = there.get(stream)
             state = transport.inspect(stream) if transport and isinstance(marker, Marker) else _NOTHING
@@ -360,14 +446,18 @@ def _side_streams(transport: StreamTransport | None, topics: set[str], known: _K
                 undelivered = 0
         except TransportError:
             transport, state, group, undelivered = None, _NOTHING, None, None
-        if state.length or dead or (group and group.pending):
+        if state.length or dead or waiting or (group and group.pending):
             entries = None if transport is None else state.length
             found.append(
                 SideStreamStatus(
-                    stream, name, entries, undelivered, group.pending if group else 0, _age(group), dead
+                    stream, name, entries, undelivered, group.pending if group else 0, _age(group), dead, waiting
                 )
             )  # fmt: skip
     return found
+
+
+def _count(numbers: Mapping[tuple[str, str], int] | None, stream: str, group: str) -> int | None:
+    return None if numbers is None else numbers.get((stream, group), 0)
 
 
 def _age(group: GroupState | None) -> float | None:

@@ -15,6 +15,7 @@ Any number of relays may run. Sealing decides: the one that loses a number stand
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,15 @@ import psycopg
 
 from outbox import schema as schemas
 from outbox.envelope import Run, wire
-from outbox.errors import AlreadySealed, NotYetSafe, OutboxError, StaleRelay, TransportError, TransportUnavailable
+from outbox.errors import (
+    AlreadySealed,
+    NotYetSafe,
+    OutboxError,
+    SettingsError,
+    StaleRelay,
+    TransportError,
+    TransportUnavailable,
+)
 from outbox.retention import drop_old
 from outbox.retry import Stop, database_away, until_done
 from outbox.settings import RelaySettings
@@ -55,7 +64,7 @@ from outbox.telemetry import (
     WaitedInVain,
     guarded,
 )
-from outbox.transport import Marker, Part, StreamTransport, Transport
+from outbox.transport import Marker, Part, Router, Transport
 from outbox.transport.base import Wait, stream_of, topic_of
 
 T = TypeVar("T")
@@ -106,7 +115,7 @@ class Relay:
 
     Args:
         settings: see `outbox.settings.RelaySettings`.
-        transport: where to publish; default: streams at ``settings.redis_url``.
+        transport: where to publish; default: streams and queues at ``settings.redis_url``.
         observer: gets the measurements of `outbox.telemetry`.
     """
 
@@ -114,7 +123,7 @@ class Relay:
         self, settings: RelaySettings, *, transport: Transport | None = None, observer: Observer | None = None
     ) -> None:
         self._settings = settings
-        self._transport: Transport = transport or StreamTransport.from_url(
+        self._transport: Transport = transport or Router.from_url(
             settings.redis_url.get_secret_value(),
             prefix=settings.key_prefix,
             timeout_seconds=settings.redis_timeout_seconds,
@@ -125,6 +134,7 @@ class Relay:
         self._stopping = Stop()
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="outbox-seal")
         self._connection: Connection | None = None
+        self._process_id = 0  # that has opened it
         self._epoch = 1
         self._timeline: int | None = None
         self._seq = 0
@@ -676,17 +686,21 @@ class Relay:
     # --- the connection ---
 
     def _connect(self) -> Connection:
+        if self._connection is not None and self._process_id != os.getpid():
+            self._connection = None  # it is the parent's
+            raise SettingsError("a Relay that has begun before a fork cannot go on after it: make one in each process")
         if self._connection is None or self._connection.closed:
             self._connection = schemas.connect(
                 self._settings.database_url.get_secret_value(), self._store.application, autocommit=True
             )
+            self._process_id = os.getpid()
             schemas.check_revision(self._connection, "outbox", self._settings.schema_name)
         return self._connection
 
     def _disconnect(self) -> None:
-        if self._connection is not None:
+        if self._connection is not None and self._process_id == os.getpid():
             self._connection.close()
-            self._connection = None
+        self._connection = None
 
 
 def _by_stream(rows: list[Row], lanes: Mapping[str, int]) -> dict[str, list[Row]]:

@@ -1,7 +1,8 @@
 """Publish events of the outbox once more, with the same event ids: to everybody, or to one consumer alone.
 
 To everybody: entries are added to the streams behind what is there; who has processed them recognises them. To one
-consumer: entries go to a side stream of each topic (`outbox.transport.base.side_stream`), which only that consumer reads.
+consumer: entries go to a side stream of each topic (`outbox.transport.base.side_stream`), which only that consumer reads. A queue
+has one consumer, so that both is the same: jobs that are not outstanding are added to it.
 
 A replay is a loop of small steps, each of which may be the last: it says how far it is, and goes on from there. It is not faster
 than asked, waits while Redis is away, full or has enough unacknowledged entries, and begins anew where Redis has forgotten
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from itertools import islice
 
-from outbox.envelope import wire
+from outbox.envelope import is_queue, wire
 from outbox.errors import SettingsError, StreamUnusable, TransportError
 from outbox.retry import Stop, until_done
 from outbox.settings import RelaySettings
@@ -244,7 +245,8 @@ class _Publisher:
         for row in rows:
             topic = row[TOPIC]
             lanes = self._settings.lanes.get(topic, 1)
-            stream = side_stream(topic, self._consumer) if self._consumer else stream_of(topic, row[KEY], lanes)
+            alone = self._consumer if not is_queue(topic) else None
+            stream = side_stream(topic, alone) if alone else stream_of(topic, row[KEY], lanes)
             streams.setdefault(stream, []).append(row)
         for stream, some in streams.items():
             if not self._patiently(lambda: self._has_room(stream) and self._append(stream, some)):  # noqa: B023  # called here
@@ -262,14 +264,13 @@ class _Publisher:
     def _append(self, stream: str, rows: list[Row]) -> bool:
         """Add a step. A relay's marker stays as it is, also its count of missing ones; repeated while somebody moves it."""
         lanes, keep = self._settings.lanes.get(rows[0][TOPIC], 1), self._settings.retention_seconds
+        alone = self._is_side(stream)
         for _ in range(_TRIES):
             found, (began, steps) = self._look(stream)
-            if self._consumer:
-                marker = Marker(0, steps + 1, f"{began}-{self._name}")
-            else:
-                marker = found or Marker(0, 0, self._name)
+            ours = Marker(0, steps + 1, f"{began}-{self._name}")
+            marker = ours if alone else found or Marker(0, 0, self._name)
             # Where no relay has been, a marker comes first: steps are counted beside one.
-            runs = wire(rows, marker.label if marker.seq else None) if self._consumer or found else []
+            runs = wire(rows, marker.label if marker.seq else None) if alone or found else []
             part = Part(stream, found, marker, runs, lanes, keep, append=found == marker)
             (answer,) = self._transport.publish([part])
             if isinstance(answer, TransportError):
@@ -280,6 +281,9 @@ class _Publisher:
                 self._lengths[stream] = length + len(rows), looked
                 return True
         raise TransportError(f"stream {stream} is too busy to add to", "BUSY")
+
+    def _is_side(self, stream: str) -> bool:
+        return bool(self._consumer) and not is_queue(stream)
 
     def _check(self) -> bool:
         for stream in self._seen:
@@ -296,11 +300,12 @@ class _Publisher:
         if isinstance(found, TransportError):
             raise found
         count: tuple[str | int | None, int] = (None, 0)
-        if found and self._consumer:
+        alone = self._is_side(stream)
+        if found and alone:
             count = found.token.partition("-")[0], found.seq
         elif found:
             count = self._transport.info(stream).replayed or count
-        elif self._consumer:
+        elif alone:
             count = _random(), 0
         began, steps = self._seen.get(stream, (None, 0))  # of the first step it is not yet known what it began
         if began not in (None, count[0]) or count[1] < steps:
@@ -341,7 +346,7 @@ class _Publisher:
         return None
 
     def _groups(self, stream: str) -> list[str]:
-        if self._consumer:
+        if self._consumer and self._is_side(stream):
             return [self._consumer]
         return [group.name for group in self._store.groups(self._connection) if group.stream == stream]
 

@@ -30,20 +30,35 @@ from outbox.settings import check_schema, database_address
 Branch = Literal["outbox", "consumer"]
 
 
-def connect(url: str, application: str, **options: Any) -> psycopg.Connection[Any]:
-    """A psycopg connection that also works through a transaction pooler: no named prepared statements.
+def connect(
+    url: str, application: str, prepare_threshold: int | Literal["direct"] | None = None, **options: Any
+) -> psycopg.Connection[Any]:
+    """A psycopg connection that also works through a transaction pooler.
 
     Args:
         url: as `outbox.settings.database_address` takes it.
         application: shown as ``application_name`` in ``pg_stat_activity``.
+        prepare_threshold: after how many times a statement is kept prepared; None: never; ``direct``: after 5, as is psycopg's
+            own default, but never through a pooler.
     """
     address = database_address(url)
     given = conninfo_to_dict(address)
     defaults = {name: value for name, value in _CONNECTION.items() if name not in given}
-    defaults |= {"application_name": application, "prepare_threshold": None}
-    return psycopg.connect(address, **(defaults | options))
+    direct = prepare_threshold == "direct"
+    defaults |= {"application_name": application, "prepare_threshold": None if direct else prepare_threshold}
+    connection = psycopg.connect(address, **(defaults | options))
+    if direct:
+        try:
+            before, connection.autocommit = connection.autocommit, True
+            connection.prepare_threshold = None if is_pooled(connection) else _PREPARE_THRESHOLD
+            connection.autocommit = before
+        except BaseException:
+            connection.close()
+            raise
+    return connection
 
 
+_PREPARE_THRESHOLD: Final = 5
 #: A server that vanished without a word is noticed within a minute. An address may say otherwise.
 _CONNECTION: dict[str, Any] = {
     "connect_timeout": 10,
@@ -250,7 +265,7 @@ def _migrate(branch: Branch, schema: str) -> str:
 
 _OURS = re.compile(
     r"outbox(_batch|_stream|_epoch|_group|_pause|_default|_schema_version|_\d+_\d+)?|consumer_schema_version|consumer_retention"
-    r"|entity_versions|dead_letters|processed_messages(_default|_\d+_\d+)?"
+    r"|entity_versions|dead_letters|message_failures|processed_messages(_default|_\d+_\d+)?"
 )
 
 

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, Validati
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from outbox.address import RedisAddress
-from outbox.envelope import DEFAULT_MAX_PAYLOAD_BYTES, TOPIC_PATTERN, check_topic
+from outbox.envelope import DEFAULT_MAX_PAYLOAD_BYTES, TOPIC_PATTERN, check_topic, is_queue
 from outbox.errors import InvalidEvent, SettingsError
 
 _SCHEMA = re.compile(r"[\w-][\w$ .-]*")
@@ -100,6 +100,8 @@ def _lanes(value: object) -> object:
                 check_topic(topic)
             except InvalidEvent:
                 raise ValueError(f"a topic must match {TOPIC_PATTERN}, one is {topic!r}") from None
+            if is_queue(topic):
+                raise ValueError(f"a queue has no lanes, {topic} is one")
             if not isinstance(count, int) or not 1 <= count <= 1024:
                 raise ValueError(f"a topic has 1 to 1024 lanes, {topic} is set to {count!r}")
     return value

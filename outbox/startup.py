@@ -36,12 +36,12 @@ def examined(look: Callable[[], list[Finding]], *, strict: bool, stopping: Stop)
         NotStarted: strict, and something is dangerous.
     """
     if strict:
-        if dangers := _look(look, stopping, strict=True):
-            found = "; ".join(f"{finding.code}: {finding.what} -> {finding.do}" for finding in dangers)
-            raise NotStarted(f"not started, since it is to be strict (--strict) and there is danger: {found}")
+        examine(look, strict=True, stopping=stopping)
         yield
         return
-    looking = threading.Thread(target=_look_beside, args=(look, stopping), name="start-check", daemon=True)
+    looking = threading.Thread(
+        target=examine, args=(look,), kwargs={"strict": False, "stopping": stopping}, name="start-check", daemon=True
+    )
     looking.start()
     try:
         yield
@@ -50,7 +50,17 @@ def examined(look: Callable[[], list[Finding]], *, strict: bool, stopping: Stop)
         looking.join(_LAST_WORDS_SECONDS)
 
 
-def _look_beside(look: Callable[[], list[Finding]], stopping: Stop) -> None:
+def examine(look: Callable[[], list[Finding]], *, strict: bool, stopping: Stop) -> None:
+    """The look of `examined` alone; not strict, it says what it finds and has no errors.
+
+    Raises:
+        NotStarted: strict, and something is dangerous.
+    """
+    if strict:
+        if dangers := _look(look, stopping, strict=True):
+            found = "; ".join(f"{finding.code}: {finding.what} -> {finding.do}" for finding in dangers)
+            raise NotStarted(f"not started, since it is to be strict (--strict) and there is danger: {found}")
+        return
     try:
         _look(look, stopping, strict=False)
     except Exception:  # a doctor who stumbles must not end the work

@@ -126,12 +126,17 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What is compared with a ledger."""
+    """What is compared with a ledger.
+
+    Attributes:
+        run_at: of a job, when it is to run, as its producer has it; None: at once.
+    """
 
     id: uuid.UUID
     position: int
     type: str
     created_at: datetime
+    run_at: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -554,7 +559,7 @@ class Store:
 
     def now(self, connection: Connection) -> datetime:
         """The time by the database's clock."""
-        row = connection.execute("SELECT clock_timestamp()").fetchone()
+        row = connection.execute("SELECT clock_timestamp()", binary=True).fetchone()
         assert row is not None
         found: datetime = row[0]
         return found
@@ -565,7 +570,8 @@ class Store:
             cursor.itersize = 5000
             cursor.execute(
                 self._sql("""
-                SELECT event_id, position, type, created_at FROM {outbox}
+                SELECT event_id, position, type, created_at,
+                       CASE WHEN starts_with(topic, 'queue/') THEN headers ->> 'runat' END FROM {outbox}
                 WHERE created_at >= %s AND topic = ANY (%s) ORDER BY event_id
                 """),
                 (since, list(topics)),
@@ -583,7 +589,8 @@ class Store:
     def kept_since(self, connection: Connection) -> datetime | None:
         """When the event at the lowest position was recorded; None: there is no event. Retention may have dropped what is
         older. Uses the primary key."""
-        row = connection.execute(self._sql("SELECT created_at FROM {outbox} ORDER BY position LIMIT 1")).fetchone()
+        query = self._sql("SELECT created_at FROM {outbox} ORDER BY position LIMIT 1")
+        row = connection.execute(query, binary=True).fetchone()
         return row[0] if row else None
 
     # --- status ---
@@ -608,14 +615,15 @@ class Store:
         )
         return {topic: (count, age) for topic, count, age in rows}
 
-    def dead_letters(self, connection: Connection, schema: str) -> dict[tuple[str, str], int] | None:
-        """By stream and group: deliveries put aside, where the consumers' tables are in this database too, in `schema`;
-        None: they are not, or not for our role. Reads the whole table."""
-        table = sql.Identifier(schema, "dead_letters")
-        if not _readable(connection, schema, "dead_letters"):
+    def put_aside(self, connection: Connection, schema: str, table: str) -> dict[tuple[str, str], int] | None:
+        """By stream and group: what the consumers have in ``dead_letters`` or ``message_failures``, where their tables are in
+        this database too, in `schema`; None: they are not, or not for our role. Reads the whole table."""
+        if not _readable(connection, schema, table):
             return None
         rows = connection.execute(
-            sql.SQL("SELECT stream, consumer, count(*) FROM {} GROUP BY stream, consumer").format(table)
+            sql.SQL("SELECT stream, consumer, count(*) FROM {} GROUP BY stream, consumer").format(
+                sql.Identifier(schema, table)
+            )
         )
         return {(stream, consumer): number for stream, consumer, number in rows}
 

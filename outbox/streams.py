@@ -21,7 +21,7 @@ from outbox.settings import RelaySettings
 from outbox.store import Connection, Group, Store, StreamHead
 from outbox.telemetry import Measurement, StreamPaused, Trimmed
 from outbox.transport import Marker, Part, Transport
-from outbox.transport.base import GroupState, StreamState, batch_number, topic_of
+from outbox.transport.base import GroupState, StreamState, batch_number, is_queue, topic_of
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class Stream:
         current: the marker is that of the newest sealed batch.
         acked: by group: the batch up to which all is acknowledged.
         inspected: its groups are known.
+        unopened: it is a queue with jobs that no consumer has opened; of a stream nobody can tell whether one is to come.
         length: entries when it was looked at, and those published since.
         paused: why it has to wait, a key of `_PAUSED`.
         written_until: when it is to be written down anew that its groups, which stand still, are there.
@@ -60,6 +61,7 @@ class Stream:
     current: bool = False
     acked: dict[str, int] = field(default_factory=dict)
     inspected: bool = False
+    unopened: bool = False
     length: int = 0
     paused: str | None = None
     written_until: float = 0.0
@@ -72,7 +74,7 @@ class Stream:
     @property
     def settled(self) -> float:
         """The batch up to which it is published and acknowledged by every group that is known."""
-        if not self.current or not self.inspected:
+        if not self.current or not self.inspected or self.unopened:
             return 0
         return self.needed if self.acked and self.needed < self.seq else float("inf")
 
@@ -195,6 +197,7 @@ class Streams(dict[str, Stream]):
         keep = 0 if stream.paused else self._settings.stream_keep_seconds
         state = self._look(name, list(stream.acked), keep)
         stream.length, stream.inspected = state.length, True
+        stream.unopened = is_queue(name) and not state.groups and state.length > 0
         ours: set[str] = set()
         if state.marker and state.marker.epoch == epoch and not state.missing:
             ours = self._ours(connection, stream, {group.basis for group in state.groups})

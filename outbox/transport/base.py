@@ -17,9 +17,12 @@ import uuid
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Final, Literal, Protocol
 
+from outbox.envelope import QUEUE_PREFIX as QUEUE_PREFIX
 from outbox.envelope import Run
+from outbox.envelope import is_queue as is_queue
 from outbox.errors import TransportError
 
 
@@ -50,6 +53,11 @@ def side_stream(topic: str, consumer: str) -> str:
 def topic_of(stream: str) -> str:
     """The topic of a stream. Topics have no colon in them."""
     return stream.partition(":")[0]
+
+
+def queue_of(stream: str) -> str:
+    """The name of the queue that is this stream, or topic."""
+    return stream.removeprefix(QUEUE_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +156,74 @@ class Delivery:
     receipt: str
     fields: Mapping[bytes, bytes]
     count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What became of a job.
+
+    Attributes:
+        status: ``completed``, ``failed``, ``cancelled``, or ``waiting``: for its next try, in PostgreSQL.
+        result: what its handler returned, JSON.
+        error: why it failed, the last time.
+    """
+
+    status: str
+    result: bytes | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """A job as its queue has it; one that ended long ago is not there any more.
+
+    Attributes:
+        status: ``delayed``, ``ready``, ``running``, or as in `Settled`.
+        since: since when it is so, by the server's clock.
+        added_at: when it came to the queue.
+        due_at: when it is to run; None: at once.
+        count: how often it was begun.
+        by: the process that has it, or had it last.
+        deadline: when the claim of that process ends, if it does not renew it.
+        fields: as a delivery's; without ``data`` once it has ended.
+    """
+
+    queue: str
+    id: uuid.UUID
+    status: str
+    since: datetime | None
+    added_at: datetime | None
+    due_at: datetime | None
+    priority: str
+    count: int
+    by: str | None
+    deadline: datetime | None
+    result: bytes | None
+    error: str | None
+    fields: Mapping[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """A queue at a glance.
+
+    Attributes:
+        counts: jobs by status; of those that have ended only the last ones (`outbox.transport.list.KEPT`), and of those that
+            are ``waiting`` PostgreSQL knows more.
+        orphaned: running ones whose claim has ended or is lost; they are in ``running``, too.
+        oldest_ready_seconds: how long the oldest ready job waits for a worker; None: there is none.
+        next_due: when the next delayed job is due; None: there is none.
+        group: the consumer whose queue it is; None: none has opened it yet.
+        ready: those of ``ready`` by priority.
+    """
+
+    queue: str
+    counts: Mapping[str, int]
+    orphaned: int
+    oldest_ready_seconds: float | None
+    next_due: datetime | None
+    group: str | None
+    ready: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,8 +410,15 @@ class Transport(Protocol):
             StreamUnusable: a stream cannot be used; `open` tells which.
         """
 
-    def ack(self, group: str, deliveries: Sequence[Delivery]) -> None:
-        """Forget the deliveries; acknowledging twice, or what is gone, does nothing."""
+    def ack(self, group: str, deliveries: Sequence[Delivery], settled: Sequence[Settled] | None = None) -> None:
+        """Forget the deliveries; acknowledging twice, or what is gone, does nothing.
+
+        Args:
+            settled: what became of each, for queues; None: all are completed.
+        """
+
+    def settle(self, stream: str, ended: Mapping[uuid.UUID, Settled]) -> None:
+        """Say what became of jobs that had left the queue before (``waiting``); best effort. For streams nothing."""
 
     def claim(
         self, group: str, consumer: str, stream: str, idle_seconds: float, count: int, cursor: str | None = None
@@ -351,7 +434,24 @@ class Transport(Protocol):
 
     def recount(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> list[Delivery]:
         """Let these deliveries of ours count as delivered `Delivery.count` times, the last time just now. Returns those that
-        are ours still."""
+        are ours still; what others have taken over meanwhile stays theirs."""
+
+    def renew(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Let these deliveries of ours be as if delivered just now, without counting it; may be called by another thread.
+
+        Returns those that are ours still, or of streams that cannot be asked now.
+        """
+
+    def left(self, group: str, consumer: str, stream: str, count: int) -> list[Delivery]:
+        """Up to `count` deliveries that a consumer of the group has pending, oldest id first, counted as they are. They stay his.
+
+        Raises:
+            GroupLost: the group or the stream is gone.
+        """
+
+    def inherit(self, group: str, consumer: str, late: str, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Take over deliveries of a consumer that is gone, at once; they count as delivered `Delivery.count` times. Returns those
+        that were his still."""
 
     def close(self) -> None:
         """Close the connections."""

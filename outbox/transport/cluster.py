@@ -13,8 +13,10 @@ for streams of many slots at once. Every node is a `Server` of its own; what is 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
@@ -52,10 +54,15 @@ class Cluster:
     def __init__(self, seeds: Sequence[Host], options: Mapping[str, Any]) -> None:
         self._seeds = list(seeds)
         self._options = {"max_connections": 1 << 20, **options}
+        self._closed = False
+        self._begin_anew()
+        _clusters.add(self)
+
+    def _begin_anew(self) -> None:
+        """As at first: in a child of a fork, which has none of the threads, and leaves the connections to its parent."""
         self._known: dict[Host, Server] = {}
         self._owners: dict[int, Host] = {}
         self._current = threading.Event()  # set: what is known of owners is not known to be wrong
-        self._closed = False
         self._lock = threading.Lock()
         self._at_once = ThreadPoolExecutor(_NODES, thread_name_prefix="outbox-node")
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="outbox-read")
@@ -218,6 +225,17 @@ class Cluster:
             executor.shutdown(wait=False, cancel_futures=True)
         for server in self._known.values():
             server.close()
+
+
+_clusters: weakref.WeakSet[Cluster] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for cluster in _clusters:
+        cluster._begin_anew()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Node(Server):

@@ -6,12 +6,22 @@ import itertools
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from outbox.envelope import Run
 from outbox.errors import GroupLost, TransportError
-from outbox.transport.base import Claim, Delivery, GroupState, Marker, Part, StreamInfo, StreamState, batch_number
+from outbox.transport.base import (
+    Claim,
+    Delivery,
+    GroupState,
+    Marker,
+    Part,
+    Settled,
+    StreamInfo,
+    StreamState,
+    batch_number,
+)
 
 
 @dataclass
@@ -220,7 +230,10 @@ class MemoryTransport:
             state.pending[number] = _Pending(consumer, time.monotonic(), 1)
         return [Delivery(stream, str(number), entries[number]) for number in numbers]
 
-    def ack(self, group: str, deliveries: Sequence[Delivery]) -> None:
+    def settle(self, stream: str, ended: Mapping[uuid.UUID, Settled]) -> None:
+        """What became of a job is not kept here."""
+
+    def ack(self, group: str, deliveries: Sequence[Delivery], settled: Sequence[Settled] | None = None) -> None:
         with self._changed:
             for delivery in deliveries:
                 stream = self._streams.get(delivery.stream)
@@ -248,27 +261,47 @@ class MemoryTransport:
             return Claim(deliveries, missing, str(taken[-1]) if len(taken) == count else None)
 
     def hand_back(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> None:
-        self._set_pending(group, consumer, [replace(d, count=d.count - 1) for d in deliveries], float("-inf"))
+        with self._changed:
+            for pending, delivery in self._ours(group, consumer, deliveries):
+                pending.delivered_at, pending.count = float("-inf"), delivery.count - 1
 
     def recount(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> list[Delivery]:
-        return self._set_pending(group, consumer, deliveries, time.monotonic())
-
-    def _set_pending(
-        self, group: str, consumer: str, deliveries: Sequence[Delivery], delivered_at: float
-    ) -> list[Delivery]:
-        ours: list[Delivery] = []
         with self._changed:
-            for delivery in deliveries:
-                stream = self._streams.get(delivery.stream)
-                pending = (
-                    stream.groups[group].pending.get(int(delivery.receipt))
-                    if stream and group in stream.groups
-                    else None
-                )
-                if pending is not None and pending.consumer == consumer:
-                    pending.delivered_at, pending.count = delivered_at, delivery.count
-                    ours.append(delivery)
-        return ours
+            ours = self._ours(group, consumer, deliveries)
+            for pending, delivery in ours:
+                pending.delivered_at, pending.count = time.monotonic(), delivery.count
+            return [delivery for _, delivery in ours]
+
+    def left(self, group: str, consumer: str, stream: str, count: int) -> list[Delivery]:
+        with self._changed:
+            pending, entries = self._group(group, stream).pending, self._streams[stream].entries
+            his = [number for number in sorted(pending) if pending[number].consumer == consumer][:count]
+            return [Delivery(stream, str(n), entries[n], pending[n].count) for n in his if n in entries]
+
+    def inherit(self, group: str, consumer: str, late: str, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        with self._changed:
+            his = self._ours(group, late, deliveries)
+            for pending, delivery in his:
+                pending.consumer, pending.delivered_at, pending.count = consumer, time.monotonic(), delivery.count
+            return [delivery for _, delivery in his]
+
+    def renew(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        with self._changed:
+            ours = self._ours(group, consumer, deliveries)
+            for pending, _ in ours:
+                pending.delivered_at = time.monotonic()
+            return [delivery for _, delivery in ours]
+
+    def _ours(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> list[tuple[_Pending, Delivery]]:
+        """Those that are pending at the consumer."""
+        found = []
+        for delivery in deliveries:
+            stream = self._streams.get(delivery.stream)
+            state = stream.groups.get(group) if stream else None
+            pending = state.pending.get(int(delivery.receipt)) if state else None
+            if pending is not None and pending.consumer == consumer:
+                found.append((pending, delivery))
+        return found
 
     def close(self) -> None:
         """Nothing to close."""

@@ -6,11 +6,14 @@ the reply is what the server sent, alike in every version of the client. An erro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import redis
-from redis.client import NEVER_DECODE
+from redis.client import NEVER_DECODE, PubSub
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -19,6 +22,8 @@ from outbox.errors import GroupLost, StreamUnusable, TransportError, TransportUn
 
 Command = tuple[Any, ...]
 Call = tuple[str, Command]
+#: How long to wait for the answer to SUBSCRIBE.
+_SUBSCRIBED_SECONDS = 5.0
 #: The command that reads these keys: one, or several where one server has them all.
 Reading = Callable[[Sequence[str]], Command]
 
@@ -80,8 +85,79 @@ class Server:
     def nodes(self) -> Mapping[str, Server]:
         return {"": self}
 
+    def channels(self) -> PubSub:
+        """redis-py's own way to hear what is said on channels."""
+        return self._client.pubsub()  # type: ignore[no-any-return,no-untyped-call]  # redis-py has no types for it
+
     def close(self) -> None:
         self._client.close()
+
+
+class Listener:
+    """Waits for something to be said on channels, on a connection of its own. In a cluster every node hears everything."""
+
+    def __init__(self, servers: Servers) -> None:
+        self._servers = servers
+        self._channels: frozenset[str] = frozenset()
+        self._heard: PubSub | None = None
+
+    def hear(self, channels: Sequence[str]) -> bool:
+        """Listen to these; whether that has just begun, so that something may have been said before.
+
+        Raises:
+            TransportError: it cannot be done.
+        """
+        if self._channels == frozenset(channels):
+            return False
+        with self._translated():
+            if self._heard is None:
+                self._heard = random.choice(list(self._servers.nodes().values())).channels()
+            self._heard.subscribe(*channels)
+            left, end = len(channels), time.monotonic() + _SUBSCRIBED_SECONDS
+            while left:
+                message = self._heard.get_message(timeout=max(0.0, end - time.monotonic()))
+                if message is None and time.monotonic() >= end:
+                    raise RedisTimeoutError("SUBSCRIBE is not answered")
+                left -= message is not None and message["type"] == "subscribe"
+        self._channels = frozenset(channels)
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        """Whether something was said in this time, or since it was asked last.
+
+        Raises:
+            TransportError: nothing can be heard.
+        """
+        with self._translated():
+            if self._heard is None:
+                raise RedisConnectionError("not listening")
+            return self._heard.get_message(timeout=seconds) is not None
+
+    def hear_nothing(self) -> None:
+        """Until the next `hear`."""
+        self._channels = frozenset()
+        if self._heard is not None:
+            with suppress(TransportError), self._translated():
+                self._heard.unsubscribe()  # type: ignore[no-untyped-call]  # of redis-py
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (RedisError, OSError) as error:
+            self.close()
+            raise (
+                translated(error)
+                if isinstance(error, RedisError)
+                else TransportUnavailable(f"Redis: {error}", "OSError")
+            ) from error
+
+    def close(self) -> None:
+        """Close the connection."""
+        heard, self._heard, self._channels = self._heard, None, frozenset()
+        if heard is not None:
+            with suppress(RedisError, OSError):
+                heard.close()
 
 
 def answer(server: Server | Servers, key: str, command: Command) -> Any:

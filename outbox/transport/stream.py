@@ -1,59 +1,40 @@
 """Redis and Valkey streams as a transport. All commands of this kind are here and in the scripts beside it.
 
 Invariants:
-* A stream ``{topic}`` or ``{topic:3}`` and its marker ``{topic}:relay`` share a hash slot, whatever the topic's name.
 * Entries are only ever added by publish.lua, together with the marker, and trimmed by inspect.lua.
+* What is pending at one consumer is changed for him only, or for his heir (hold.lua), or taken over when it was idle for long.
 * A group is made at 0, so that what was published before it is delivered to it.
-* Replies are taken as bytes, in both protocols, whatever the client decodes.
-* Every command goes to the server that has its stream; none is about several streams, but for reads of one server.
+* See `outbox.transport.relayed`, too.
 """
 
 from __future__ import annotations
 
-import hashlib
-import re
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib.resources import files
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal
 
-import msgspec
-import redis
-
-from outbox.envelope import Run
-from outbox.errors import GroupLost, NotYetSafe, SettingsError, StreamUnusable, TransportError, TransportUnavailable
+from outbox.errors import GroupLost, TransportError, TransportUnavailable
 from outbox.transport.base import (
     Claim,
     Delivery,
     GroupState,
     Marker,
-    Part,
     ServerFacts,
-    StreamInfo,
+    Settled,
     StreamState,
-    Wait,
     batch_number,
+    is_queue,
 )
 from outbox.transport.cluster import Cluster
-from outbox.transport.connect import connect
-from outbox.transport.servers import Command, Server, answer
+from outbox.transport.relayed import RelayedTransport, Script, asked, fields_of_info, settle
+from outbox.transport.servers import Command
 
-
-def _text(name: str) -> str:
-    return (files("outbox.transport") / f"{name}.lua").read_text()
-
-
-_SCRIPTS = {
-    "publish": _text("marker") + _text("publish"),
-    "inspect": _text("marker") + _text("inspect"),
-    "forget": _text("forget"),
-}
-_SHAS = {name: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for name, text in _SCRIPTS.items()}
+_INSPECT, _FORGET, _HOLD = Script.of("marker", "inspect"), Script.of("forget"), Script.of("hold")
 #: Places of keys in the probes, and a group that nobody has.
 _STREAM, _BESIDE, _NOBODY = "<stream>", "<stream>:relay", "outbox-doctor:nobody"
 #: What each side sends to the server (the relay by its scripts too), so that it has no effect: the group is not there, the
@@ -72,124 +53,43 @@ _PROBES: dict[str, list[Command]] = {
         (b"XGROUP", b"CREATE", _STREAM, _NOBODY, "no id"), (b"XACK", _STREAM, _NOBODY, "0-0"),
         (b"XREADGROUP", b"GROUP", _NOBODY, "", "STREAMS", _STREAM, ">"), (b"XPENDING", _STREAM, _NOBODY),
         (b"XCLAIM", _STREAM, _NOBODY, "", 0, "0-0"), (b"XRANGE", _STREAM, "-", "-"), (b"HMGET", _BESIDE, "lanes"),
+        (b"EVAL", "return 0", 0), (b"EVALSHA", "0" * 40, 0),
+    ],
+    # Both sides of a queue, whose scripts send these; what adds to a list has no form without an effect.
+    "queue": [
+        (b"EVAL", "return 0", 0), (b"EVALSHA", "0" * 40, 0), (b"TIME",), (b"DEL", _STREAM),
+        (b"HMGET", _BESIDE, "batch"), (b"HGET", _BESIDE, "batch"), (b"HGETALL", _STREAM), (b"HKEYS", _STREAM),
+        (b"HLEN", _STREAM), (b"HEXISTS", _STREAM, ""), (b"HSET", _BESIDE, "batch", "", "odd"), (b"HDEL", _BESIDE, _NOBODY),
+        (b"HINCRBY", _BESIDE, "batch", "no number"),
+        (b"LLEN", _STREAM), (b"LRANGE", _STREAM, 0, 0), (b"LINDEX", _STREAM, 0), (b"LPOP", _STREAM), (b"LREM", _STREAM, 0, ""),
+        (b"ZADD", _STREAM, "no number", ""), (b"ZREM", _STREAM, ""), (b"ZCARD", _STREAM), (b"ZSCORE", _STREAM, ""),
+        (b"ZCOUNT", _STREAM, 0, 0), (b"ZRANGE", _STREAM, 0, 0), (b"ZREVRANGE", _STREAM, 0, 0),
+        (b"ZRANGEBYSCORE", _STREAM, 0, 0), (b"ZREVRANGEBYSCORE", _STREAM, 0, 0), (b"ZPOPMIN", _STREAM),
     ],
 }  # fmt: skip
 #: What both sides send to a cluster besides.
 _CLUSTER_PROBES: list[Command] = [(b"CLUSTER", b"SLOTS"), (b"CLUSTER", b"INFO"), (b"ASKING",)]
-_REPLAYED = re.compile(rb"(\d{1,18}):(\d{1,18})")
 #: Hand-back: so long idle that anyone's claim finds it at once.
 _LONG_IDLE_MS = 30 * 86_400_000
 #: Entries that are read at once where their payloads do not matter.
 _PAGE = 100
 
 
-class StreamTransport:
-    """Streams on Redis 7.0 or newer, or Valkey; on one server, or on a cluster.
+class StreamTransport(RelayedTransport):
+    """Streams on Redis 7.0 or newer, or Valkey; on one server, or on a cluster. A connection must wait longer for a reply than the
+    longest block of `read`."""
 
-    Args:
-        client: any redis-py client of one server (`decode_responses` and `protocol` as you like), or what `connect` makes. Its
-            socket time-out must be longer than the longest block of `read`. Commands are safe to repeat, so its retries do
-            no harm.
-        prefix: put before every key.
-        wait: how safe what is published must be. A connection must wait longer for a reply than this does.
-    """
-
-    def __init__(self, client: redis.Redis | Server | Cluster, prefix: str = "", wait: Wait | None = None) -> None:
-        self._servers = client if isinstance(client, Server | Cluster) else Server(client)
-        self._prefix = prefix
-        self._wait = wait or Wait()
-
-    @classmethod
-    def from_url(
-        cls,
-        url: str,
-        *,
-        prefix: str = "",
-        timeout_seconds: float = 5.0,
-        block_seconds: float = 0.0,
-        wait: Wait | None = None,
-    ) -> StreamTransport:
-        """A transport with connections of its own, which wait `timeout_seconds` for a reply, beyond `block_seconds` and what
-        `wait` may take.
-
-        Raises:
-            ValueError: the address is malformed.
-        """
-        block_seconds += sum(wait.timeout_seconds for _ in _waits(wait)) if wait else 0
-        return cls(connect(url, timeout_seconds=timeout_seconds, block_seconds=block_seconds), prefix, wait)
+    _PUBLISH = Script.of("marker", "publish")
 
     def close(self) -> None:
         for (group, consumer), replies in self._servers.unread().items():
             with suppress(TransportError):  # others claim them later
                 self.hand_back(group, consumer, self._read_deliveries(replies))
-        self._servers.close()
-
-    # --- the relay's side ---
-
-    def markers(self, streams: Sequence[str]) -> dict[str, Marker | TransportError | None]:
-        return dict(zip(streams, self._publish([(stream, ("", "")) for stream in streams]), strict=True))
-
-    def prepare(self, runs: Sequence[Run]) -> Sequence[Run]:
-        return _Prepared(runs, _packed(runs))
-
-    def publish(self, parts: Sequence[Part]) -> list[Marker | TransportError | None]:
-        waits = _waits(self._wait)
-        replies = self._script("publish", [
-            (part.stream, (part.expected or "", part.marker, part.lanes, _packed(part.runs), part.keep_seconds,
-                           _mode(part)))
-            for part in parts
-        ], waits)  # fmt: skip
-        answers = [_marker(reply) for reply in replies[: len(parts)]]
-        if any(answer == part.marker for part, answer in zip(parts, answers, strict=True)):
-            self._see_safe(waits, replies[len(parts) :])
-        return answers
-
-    def confirm(self, streams: Sequence[str]) -> None:
-        waits = _waits(self._wait)
-        if self._wait.aof != "no" and any(
-            _asked(server, b"COMMAND", b"INFO", "WAITAOF") == [None] for server in self._servers.nodes().values()
-        ):
-            raise SettingsError(
-                f"OUTBOX_WAIT_AOF: is {self._wait.aof}, but this server does not know WAITAOF: it takes Redis 7.2 or newer, or "
-                "Valkey"
-            )
-        if not waits or not streams:
-            return
-        # A server waits for what the connection wrote last, and for nothing on a new one: so it writes, in the order of all
-        # other writes.
-        writes = [(stream, (b"HSET", f"{self._key(stream)}:relay", "waited", "1")) for stream in streams]
-        replies = self._pipeline(writes, waits)
-        written = replies[: len(streams)]
-        # One that takes no writes now takes no publishing either, and that error says more.
-        if not all(isinstance(reply, TransportError) for reply in written):
-            self._see_safe(waits, replies[len(streams) :])
-
-    def _see_safe(self, waits: list[Command], replies: Sequence[Any]) -> None:
-        """See that the replies to `waits`, of every server, say what was asked for."""
-        for (name, *wanted, _timeout), reply in zip(waits * (len(replies) // max(1, len(waits))), replies, strict=True):
-            if isinstance(reply, TransportError):
-                found = f"{name.decode()} is refused: {reply}"
-            else:
-                there = reply if isinstance(reply, list) else [reply]
-                if all(have >= want for have, want in zip(there, wanted, strict=True)):
-                    continue
-                places = ("server's disk", "replicas' disks") if len(wanted) == 2 else ("replicas",)
-                found = ", ".join(
-                    f"{place}: {have} of {want}"
-                    for have, want, place in zip(there, wanted, places, strict=True)
-                    if want
-                )
-                found += f" within {self._wait.timeout_seconds:g} s"
-            raise NotYetSafe(
-                f"Redis: what was published is not safe yet, nothing more is before: {found}", name.decode()
-            )
-
-    def _publish(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Marker | TransportError | None]:
-        return [_marker(reply) for reply in self._script("publish", calls)]
+        super().close()
 
     def inspect(self, stream: str, *, groups: Sequence[str] = (), keep_seconds: float | None = None) -> StreamState:
         arguments = ("" if keep_seconds is None else round(keep_seconds * 1000), *groups)
-        (reply,) = self._script("inspect", [(stream, arguments)])
+        (reply,) = self._script(_INSPECT, [(stream, arguments)])
         if isinstance(reply, TransportError):
             raise reply
         length, missing, trimmed, text, found = reply
@@ -213,25 +113,8 @@ class StreamTransport:
                 return ids
         return ids
 
-    def memory_share(self) -> float | None:
-        """On a cluster, of the fullest node that answers; its others are full before long, where lanes are spread evenly."""
-        shares, failures = [], []
-        for server in self._servers.nodes().values():
-            try:
-                info = _info(answer(server, "", (b"INFO", "memory")))
-            except StreamUnusable:  # not allowed to look
-                continue
-            except TransportUnavailable as error:
-                failures.append(error)
-                continue
-            if limit := int(info.get("maxmemory", 0)):
-                shares.append(int(info["used_memory"]) / limit)
-        if failures and len(failures) == len(self._servers.nodes()):
-            raise failures[0]
-        return max(shares, default=None)
-
     def forget_consumers(self, group: str, stream: str, idle_seconds: float, names: Sequence[str] = ()) -> list[str]:
-        (reply,) = self._script("forget", [(stream, (group, round(idle_seconds * 1000), *names))])
+        (reply,) = self._script(_FORGET, [(stream, (group, round(idle_seconds * 1000), *names))])
         if isinstance(reply, TransportError):
             raise reply
         return [_readable(name) for name in reply]
@@ -241,40 +124,6 @@ class StreamTransport:
         if isinstance(reply, TransportError) and reply.code not in ("ERR", "WRONGTYPE"):  # else there is no such stream
             raise reply
         return bool(reply == 1)
-
-    def _script(
-        self, name: str, calls: Sequence[tuple[str, tuple[Any, ...]]], then: Sequence[Command] = ()
-    ) -> list[Any]:
-        """Run a script for each stream, and `then` some commands, in one round trip; where a server does not have the script
-        (yet, or any more), once more with its text."""
-        commands = [
-            (stream, (b"EVALSHA", _SHAS[name], 2, self._key(stream), f"{self._key(stream)}:relay", *map(_argument, args)))
-            for stream, args in calls
-        ]  # fmt: skip
-        replies = self._pipeline(commands, then)
-        unknown = [n for n in range(len(calls)) if getattr(replies[n], "code", None) == "NOSCRIPT"]
-        if not unknown:
-            return replies
-        again = self._pipeline([
-            (commands[n][0], (b"EVAL", _SCRIPTS[name], *commands[n][1][2:])) for n in unknown
-        ], then)  # fmt: skip
-        for n, reply in zip(unknown, again, strict=False):
-            replies[n] = reply
-        return [*replies, *again[len(unknown) :]]
-
-    def leave(self, streams: Sequence[str], keep_seconds: int, oldest: int | None, stays_seconds: int = 0) -> None:
-        fields = ("keep", keep_seconds, "stays", stays_seconds, *(() if oldest is None else ("oldest", oldest)))
-        self._pipeline([(stream, (b"HSET", f"{self._key(stream)}:relay", *fields)) for stream in streams])
-
-    def info(self, stream: str) -> StreamInfo:
-        found = self._command(
-            stream, b"HMGET", f"{self._key(stream)}:relay", "lanes", "keep", "oldest", "stays", "replayed"
-        )
-        lanes, keep, oldest, stays = (
-            int(value) if value and value.isdigit() and len(value) <= 12 else None for value in found[:4]
-        )
-        replayed = _REPLAYED.fullmatch(found[4] or b"")
-        return StreamInfo(lanes, keep, oldest, stays, (int(replayed[1]), int(replayed[2])) if replayed else None)
 
     # --- the consumer's side ---
 
@@ -312,12 +161,15 @@ class StreamTransport:
                 found += _deliveries(key.decode()[len(self._prefix) + 1 : -1], entries)
         return found
 
-    def ack(self, group: str, deliveries: Sequence[Delivery]) -> None:
+    def settle(self, stream: str, ended: Mapping[uuid.UUID, Settled]) -> None:
+        """Streams keep no jobs."""
+
+    def ack(self, group: str, deliveries: Sequence[Delivery], settled: Sequence[Settled] | None = None) -> None:
         commands = [
             (stream, (b"XACK", self._key(stream), group, *(delivery.receipt for delivery in some)))
             for stream, some in groupby(sorted(deliveries, key=attrgetter("stream")), key=attrgetter("stream"))
         ]
-        _settle(self._pipeline(commands))
+        settle(self._pipeline(commands))
 
     def claim(
         self, group: str, consumer: str, stream: str, idle_seconds: float, count: int, cursor: str | None = None
@@ -343,25 +195,54 @@ class StreamTransport:
         return [receipt for receipt, reply in zip(receipts, replies, strict=True) if reply == []]
 
     def hand_back(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> None:
-        self._set_pending(group, consumer, [replace(d, count=d.count - 1) for d in deliveries], _LONG_IDLE_MS)
+        self._hold(group, consumer, [(d, d.count - 1) for d in deliveries], _LONG_IDLE_MS)
 
     def recount(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> list[Delivery]:
-        return self._set_pending(group, consumer, deliveries, 0)
+        ours = self._hold(group, consumer, [(d, d.count) for d in deliveries], 0)
+        return [d for d in deliveries if d.receipt in (ours[d.stream] or ())]
 
-    def _set_pending(self, group: str, consumer: str, deliveries: Sequence[Delivery], idle_ms: int) -> list[Delivery]:
-        # What somebody else has claimed meanwhile is his: XCLAIM alone would take it from him.
-        replies = self._pipeline([
-            (d.stream, (b"XPENDING", self._key(d.stream), group, d.receipt, d.receipt, 1, consumer)) for d in deliveries
-        ])  # fmt: skip
-        _settle(replies)
-        pairs = zip(deliveries, replies, strict=True)
-        ours = [d for d, reply in pairs if reply and not isinstance(reply, TransportError)]
-        # JUSTID leaves the count alone and RETRYCOUNT sets it.
-        _settle(self._pipeline([
-            (d.stream, (b"XCLAIM", self._key(d.stream), group, consumer, 0, d.receipt,
-                        b"IDLE", idle_ms, b"RETRYCOUNT", d.count, b"JUSTID"))
-            for d in ours
-        ]))  # fmt: skip
+    def left(self, group: str, consumer: str, stream: str, count: int) -> list[Delivery]:
+        pending = self._command(stream, b"XPENDING", self._key(stream), group, "-", "+", count, consumer)
+        counts = {receipt.decode(): int(delivered) for receipt, _, _, delivered in pending}
+        if not counts:
+            return []
+        # What one consumer read stands close together, mostly; what does not is asked for one by one.
+        first, last, most = next(iter(counts)), next(reversed(counts)), 3 * len(counts)
+        near = self._command(stream, b"XRANGE", self._key(stream), first, last, b"COUNT", most)
+        entries = {entry[0].decode(): entry for entry in near if entry[0].decode() in counts}
+        far = [receipt for receipt in counts if receipt not in entries] if len(near) == most else []
+        replies = self._pipeline([(stream, (b"XRANGE", self._key(stream), receipt, receipt)) for receipt in far])
+        settle(replies)
+        for reply in replies:
+            if not isinstance(reply, TransportError):
+                entries |= {entry[0].decode(): entry for entry in reply}
+        found = _deliveries(stream, (entries[receipt] for receipt in counts if receipt in entries))
+        return [replace(d, count=counts[d.receipt]) for d in found]
+
+    def inherit(self, group: str, consumer: str, late: str, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        ours = self._hold(group, consumer, [(d, d.count) for d in deliveries], 0, late)
+        return [d for d in deliveries if d.receipt in (ours[d.stream] or ())]
+
+    def renew(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        ours = self._hold(group, consumer, [(d, "") for d in deliveries], 0)
+        return [d for d in deliveries if (those := ours[d.stream]) is None or d.receipt in those]
+
+    def _hold(
+        self, group: str, consumer: str, counts: Sequence[tuple[Delivery, int | str]], idle_ms: int, late: str = ""
+    ) -> dict[str, set[str] | None]:
+        """By stream, which of these are ours (or `late`'s), so that it was done to them; None: the stream cannot be used now."""
+        calls: dict[str, list[Any]] = {}
+        for delivery, count in counts:
+            calls.setdefault(delivery.stream, [group, consumer, late or consumer, idle_ms]).extend(
+                (delivery.receipt, count)
+            )
+        replies = self._script(_HOLD, [(stream, tuple(arguments)) for stream, arguments in calls.items()])
+        settle(replies)
+        ours: dict[str, set[str] | None] = {}
+        for stream, reply in zip(calls, replies, strict=True):
+            failed = isinstance(reply, TransportError)
+            away = failed and not isinstance(reply, GroupLost)
+            ours[stream] = None if away else set() if failed else {receipt.decode() for receipt in reply}
         return ours
 
     # --- for the doctor ---
@@ -381,15 +262,15 @@ class StreamTransport:
             TransportUnavailable: it cannot be reached or cannot work.
         """
         server = self._servers.nodes()[node]
-        hello = _named(_asked(server, b"HELLO"))
-        info = _info(_asked(server, b"INFO") or b"")
+        hello = _named(asked(server, b"HELLO"))
+        info = fields_of_info(asked(server, b"INFO") or b"")
         settings: dict[str, str] = {}
         for name in ("appendfsync", "min-replicas-to-write"):
-            settings |= _named(_asked(server, b"CONFIG", b"GET", name))
-        before, clock = time.time(), _asked(server, b"TIME")
+            settings |= _named(asked(server, b"CONFIG", b"GET", name))
+        before, clock = time.time(), asked(server, b"TIME")
         ahead = None if clock is None else int(clock[0]) + int(clock[1]) / 1e6 - (before + time.time()) / 2
         names = sorted({_name_of(probe).split()[0] for probes in _PROBES.values() for probe in probes})
-        known = _asked(server, b"COMMAND", b"INFO", *names) or ()
+        known = asked(server, b"COMMAND", b"INFO", *names) or ()
         valkey = "valkey_version" in info or hello.get("server") == "valkey"
         version = info.get("valkey_version") or info.get("redis_version") or hello.get("version") or ""
         return ServerFacts(
@@ -406,7 +287,10 @@ class StreamTransport:
             TransportUnavailable: the server cannot be reached or cannot work.
         """
         keys = {_STREAM: self._key(stream), _BESIDE: f"{self._key(stream)}:relay"}
-        probes = [*(_CLUSTER_PROBES if isinstance(self._servers, Cluster) else ()), *_PROBES[side]]
+        probes = [
+            *(_CLUSTER_PROBES if isinstance(self._servers, Cluster) else ()),
+            *_PROBES["queue" if is_queue(stream) else side],
+        ]
         replies = self._pipeline([(stream, tuple(keys.get(part, part) for part in probe)) for probe in probes])
         return [
             _name_of(probe)
@@ -421,66 +305,6 @@ class StreamTransport:
         except GroupLost:
             return False
         return True
-
-    # --- plumbing ---
-
-    def _key(self, stream: str) -> str:
-        return f"{self._prefix}{{{stream}}}"
-
-    def _command(self, stream: str, *command: Any) -> Any:
-        """One command about a stream."""
-        return answer(self._servers, self._key(stream), command)
-
-    def _pipeline(self, commands: Sequence[tuple[str, Command]], then: Sequence[Command] = ()) -> list[Any]:
-        """Commands about streams in one round trip; an error of one is its reply and does not stop the others. `then`: see
-        `Servers.run`."""
-        calls = [(self._key(stream), command) for stream, command in commands]
-        return self._servers.run(calls, then) if calls else []
-
-
-class _Prepared(list[Run]):
-    """Runs with their form for the script."""
-
-    def __init__(self, runs: Sequence[Run], packed: bytes) -> None:
-        super().__init__(runs)
-        self.packed = packed
-
-
-_pack = msgspec.msgpack.Encoder().encode
-
-
-def _marker(reply: Any) -> Marker | TransportError | None:
-    return reply if isinstance(reply, TransportError) else Marker.parse(reply.decode())
-
-
-def _waits(wait: Wait) -> list[Command]:
-    """The commands that wait for what this connection has written; each takes `timeout_seconds` at most."""
-    milliseconds = max(1, round(wait.timeout_seconds * 1000))
-    found: list[Command] = []
-    if wait.replicas and wait.aof != "all":
-        found.append((b"WAIT", wait.replicas, milliseconds))
-    if wait.aof != "no":
-        found.append((b"WAITAOF", 1, wait.replicas if wait.aof == "all" else 0, milliseconds))
-    return found
-
-
-def _packed(runs: Sequence[Run]) -> bytes:
-    """Runs as the script takes them: Redis reads no binary type, so that payloads go as msgpack strings, whatever is in
-    them."""
-    if isinstance(runs, _Prepared):
-        return runs.packed
-    return _pack([(run.names, _strings(run.columns[0]), *run.columns[1:]) for run in runs])
-
-
-def _strings(payloads: Sequence[bytes]) -> Sequence[str | msgspec.Raw]:
-    try:
-        return list(map(bytes.decode, payloads))
-    except UnicodeDecodeError:  # by hand, with four bytes of length
-        return [msgspec.Raw(b"\xdb%b%b" % (len(data).to_bytes(4), data)) for data in payloads]
-
-
-def _mode(part: Part) -> str:
-    return "append" if part.append else "restart" if part.restart else ""
 
 
 def _group_state(
@@ -514,32 +338,6 @@ def _named(reply: Any) -> dict[str, Any]:
     """A reply of names and values as a dictionary, in both protocols; empty for none."""
     pairs = reply.items() if isinstance(reply, dict) else zip((reply or ())[::2], (reply or ())[1::2], strict=True)
     return {name.decode(): value.decode() if isinstance(value, bytes) else value for name, value in pairs}
-
-
-def _asked(server: Server, *command: Any) -> Any:
-    """The answer; None if the server does not know the command or refuses it to our user."""
-    try:
-        return answer(server, "", command)
-    except StreamUnusable:
-        return None
-
-
-def _info(reply: bytes) -> dict[str, str]:
-    """The fields of INFO."""
-    pairs = (line.partition(":") for line in reply.decode().splitlines() if not line.startswith("#"))
-    return {name: value for name, colon, value in pairs if colon}
-
-
-def _settle(replies: Iterable[Any]) -> None:
-    """See to the errors of commands on pending lists: where the group or the stream is gone, so is the list; where a node is
-    away, what was to be forgotten is claimed and recognised later."""
-    for reply in replies:
-        if isinstance(reply, TransportError) and not isinstance(reply, GroupLost | StreamUnusable):
-            raise reply
-
-
-def _argument(value: Any) -> Any:
-    return value if isinstance(value, bytes) else str(value)
 
 
 def _deliveries(stream: str, entries: Iterable[Any]) -> list[Delivery]:

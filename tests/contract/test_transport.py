@@ -1,6 +1,11 @@
-"""What every transport owes (`outbox.transport.base`): one suite, run against memory and against every server here.
+"""What every transport owes (`outbox.transport.base`): one suite, run against memory and against every server here, which carries
+streams and queues.
 
 Each server is spoken to in both protocols, by clients that decode replies and that do not; and each as a cluster (case O-91).
+
+A queue differs by its nature (`is_queue`): it has one group, a receipt is of one claim, and has the claim's token after the job's
+id; what is handed back is ready again; what has ended is gone, so that nothing is trimmed; and jobs are known by their ids, so that
+none is there twice. What only queues have is in test_queue.py.
 """
 
 from __future__ import annotations
@@ -11,17 +16,27 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import redis
 
 from outbox.embedded import ValkeyServer, redis_servers
-from outbox.envelope import Run, wire
+from outbox.envelope import Job, Run, uuid7, wire
 from outbox.errors import GroupLost, NotYetSafe, StreamUnusable, TransportError, TransportUnavailable
-from outbox.transport import Claim, Delivery, Marker, MemoryTransport, Part, StreamTransport, Transport, Wait
+from outbox.transport import (
+    Claim,
+    Delivery,
+    ListTransport,
+    Marker,
+    MemoryTransport,
+    Part,
+    StreamTransport,
+    Transport,
+    Wait,
+)
 from outbox.transport.base import GroupState, StreamInfo, StreamState, stream_of, streams_of, topic_of
 from tests.faults.cluster import Cluster
 from tests.waiting import eventually
@@ -37,6 +52,7 @@ class Memory:
     """How the suite does to a MemoryTransport what strangers, operators and crashes do."""
 
     keeps_foreign_types = False
+    is_queue = False
 
     def __init__(self) -> None:
         self.transport = MemoryTransport()
@@ -55,11 +71,18 @@ class Memory:
     def pending(self, stream: str) -> int:
         return self.transport.pending(GROUP, stream)
 
+    def age(self, deliveries: list[Delivery]) -> None:
+        """Let these have been pending for very long."""
+        for delivery in deliveries:
+            pending = self.transport._streams[delivery.stream].groups[GROUP].pending
+            pending[int(delivery.receipt)].delivered_at = float("-inf")
+
 
 class Server:
     """The same for a StreamTransport, past the transport, on a client of its own."""
 
     keeps_foreign_types = True
+    is_queue = False
 
     def __init__(self, url: str, protocol: int, decode: bool) -> None:
         self._url, self._protocol, self._decode = url, protocol, decode
@@ -68,12 +91,15 @@ class Server:
         self._clients: list[redis.Redis] = []
         self.transport = self.another()
 
-    def another(self, wait: Wait | None = None) -> StreamTransport:
-        client = redis.Redis.from_url(
+    def client(self) -> redis.Redis:
+        made = redis.Redis.from_url(
             self._url, protocol=self._protocol, decode_responses=self._decode, socket_timeout=30
         )
-        self._clients.append(client)
-        return StreamTransport(client, self.prefix, wait)
+        self._clients.append(made)
+        return made
+
+    def another(self, wait: Wait | None = None) -> Any:
+        return StreamTransport(self.client(), self.prefix, wait)
 
     def key(self, stream: str) -> str:
         return f"{self.prefix}{{{stream}}}"
@@ -93,6 +119,10 @@ class Server:
     def pending(self, stream: str) -> int:
         return int(self.raw.xpending(self.key(stream), GROUP)["pending"])
 
+    def age(self, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
+            self.raw.xclaim(self.key(delivery.stream), GROUP, "one", 0, [delivery.receipt], idle=10**9, justid=True)
+
     def blocked(self) -> int:
         return int(self.raw.info("clients")["blocked_clients"])
 
@@ -109,14 +139,16 @@ class Server:
 class Nodes(Server):
     """The same for a cluster; `raw` is redis-py's own client of it."""
 
+    kind: Any = StreamTransport
+
     def __init__(self, cluster: Cluster, protocol: int) -> None:
-        self._cluster, self._transports = cluster, list[StreamTransport]()
+        self._cluster, self._transports = cluster, list[Any]()
         super().__init__(cluster.nodes[0].url.removesuffix("/0"), protocol, False)
         self.raw.close()
         self.raw = cluster.raw(protocol=2)
 
-    def another(self, wait: Wait | None = None) -> StreamTransport:
-        made = StreamTransport.from_url(
+    def another(self, wait: Wait | None = None) -> Any:
+        made = self.kind.from_url(
             f"{self._cluster.url}?protocol={self._protocol}", prefix=self.prefix, timeout_seconds=30, wait=wait
         )
         self._transports.append(made)
@@ -135,33 +167,60 @@ class Nodes(Server):
         super().close()
 
 
-@pytest.fixture(scope="session")
-def clusters() -> Iterator[Callable[[str], Cluster]]:
-    """A cluster of three primaries by its name in `redis_servers`; each is started once, when first asked for."""
-    with ExitStack() as stack:
-        started: dict[str, Cluster] = {}
+class Queue(Server):
+    """The same for a ListTransport."""
 
-        def cluster(name: str) -> Cluster:
-            if name not in started:
-                started[name] = stack.enter_context(Cluster(replicas=False, program=redis_servers()[name]))
-            return started[name]
+    is_queue = True
 
-        yield cluster
+    def another(self, wait: Wait | None = None) -> Any:
+        return ListTransport(self.client(), self.prefix, wait)
+
+    def add(self, stream: str, fields: dict[bytes, bytes]) -> str:
+        job_id, key = str(uuid7()), self.key(stream)
+        self.raw.hset(f"{key}:job:{job_id}", mapping={":status": "ready", **fields})
+        self.raw.rpush(f"{key}:ready:normal", job_id)
+        self.raw.zadd(f"{key}:batches", {job_id: "inf"})
+        self.raw.hincrby(f"{key}:relay", "added", 1)
+        return job_id
+
+    def delete(self, stream: str, receipt: str) -> None:
+        self.raw.delete(f"{self.key(stream)}:job:{receipt.partition(':')[0]}")
+
+    def lose(self, stream: str) -> None:
+        for key in self.raw.scan_iter(match=f"{self.key(stream)}:*", count=1000):
+            self.raw.delete(key)
+
+    def entries(self, stream: str) -> list[dict[bytes, bytes]]:
+        """Of jobs that are ready."""
+        ids = [job_id.decode() for job_id in self.raw.lrange(f"{self.key(stream)}:ready:normal", 0, -1)]
+        jobs = [self.raw.hgetall(f"{self.key(stream)}:job:{job_id}") for job_id in ids]
+        return [{name: value for name, value in job.items() if name[:1] != b":"} for job in jobs]
+
+    def pending(self, stream: str) -> int:
+        return int(self.raw.hlen(f"{self.key(stream)}:processing"))
+
+    def age(self, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
+            self.raw.zadd(f"{self.key(delivery.stream)}:claims", {delivery.receipt.partition(":")[0]: 0})
+
+    def blocked(self) -> int:
+        return sum(len(client.pubsub_channels(f"{self.prefix}*:wake")) for client in self._nodes())
+
+    def _nodes(self) -> list[Any]:
+        return [self.raw]
 
 
-@pytest.fixture(scope="session")
-def server_urls() -> Iterator[Callable[[str], str]]:
-    """The address of a server by its name in `redis_servers`; each is started once, when first asked for."""
-    started: dict[str, ValkeyServer] = {}
+class QueueNodes(Nodes, Queue):
+    """The same for a cluster."""
 
-    def url(name: str) -> str:
-        if name not in started:
-            started[name] = ValkeyServer(program=redis_servers()[name]).start()
-        return started[name].url
+    kind = ListTransport
+    add, delete, lose, entries, pending, age = (
+        Queue.add, Queue.delete, Queue.lose, Queue.entries, Queue.pending, Queue.age
+    )  # fmt: skip
+    blocked = Queue.blocked
 
-    yield url
-    for server in started.values():
-        server.close()
+    def _nodes(self) -> list[Any]:
+        return list(self._cluster.clients)
 
 
 def _server(name: str, protocol: int, decode: bool) -> Any:
@@ -172,7 +231,22 @@ def _server(name: str, protocol: int, decode: bool) -> Any:
     )
 
 
+def _queue(number: int, name: str, protocol: int, decode: bool) -> Any:
+    """Every protocol and way to decode with some server; the rest of the combinations take long."""
+    found = _server(name, protocol, decode)
+    return pytest.param(
+        ("queue", name, protocol, decode),
+        id=f"queue-{found.id}",
+        marks=() if (protocol, decode) == CLIENTS[number % 2] else pytest.mark.long,
+    )
+
+
 _SERVERS = [_server(name, *client) for name in SERVERS for client in CLIENTS]
+QUEUES = [_queue(number, name, *client) for number, name in enumerate(SERVERS) for client in CLIENTS[:2]]
+QUEUES += [
+    pytest.param(("queue-cluster", name, 3), id=f"queue-{name}-cluster-resp3", marks=pytest.mark.long)
+    for name in SERVERS[::2]
+]
 _SERVERS += [
     pytest.param(
         ("cluster", name, protocol),
@@ -184,12 +258,19 @@ _SERVERS += [
 ]
 
 
-def _made(details: Any, server_urls: Callable[[str], str], clusters: Callable[[str], Cluster]) -> Server:
+def made(details: Any, server_urls: Callable[[str], str], clusters: Callable[[str], Cluster]) -> Any:
     kind, name, protocol, *decode = details
-    return Nodes(clusters(name), protocol) if kind == "cluster" else Server(server_urls(name), protocol, *decode)
+    if kind.endswith("cluster"):
+        return (QueueNodes if kind == "queue-cluster" else Nodes)(clusters(name), protocol)
+    return (Queue if kind == "queue" else Server)(server_urls(name), protocol, *decode)
 
 
-@pytest.fixture(params=[pytest.param(("memory",), id="memory"), *_SERVERS])
+_STREAMS = [pytest.param(("memory",), id="memory"), *_SERVERS]
+#: For what a queue has not: everything in it is outstanding, and jobs are known by their ids.
+only_streams = pytest.mark.parametrize("there", _STREAMS, indirect=True)
+
+
+@pytest.fixture(params=[*_STREAMS, *QUEUES])
 def there(
     request: pytest.FixtureRequest, server_urls: Callable[[str], str], clusters: Callable[[str], Cluster]
 ) -> Iterator[Any]:
@@ -197,7 +278,7 @@ def there(
     if request.param == ("memory",):
         yield Memory()
         return
-    server = _made(request.param, server_urls, clusters)
+    server = made(request.param, server_urls, clusters)
     yield server
     server.close()
 
@@ -207,7 +288,7 @@ def server(
     request: pytest.FixtureRequest, server_urls: Callable[[str], str], clusters: Callable[[str], Cluster]
 ) -> Iterator[Server]:
     """Only the servers, for what memory cannot suffer."""
-    found = _made(request.param, server_urls, clusters)
+    found = made(request.param, server_urls, clusters)
     yield found
     found.close()
 
@@ -230,6 +311,18 @@ def published(there: Any, *names: str, stream: str = "a") -> None:
     """Put entries with these data into the stream."""
     for name in names:
         there.add(stream, {b"data": name.encode()})
+
+
+def names(deliveries: list[Delivery]) -> list[str]:
+    """Their receipts, without the tokens of claims."""
+    return [delivery.receipt.partition(":")[0] for delivery in deliveries]
+
+
+def handed(there: Any, consumer: str, stream: str) -> list[Delivery]:
+    """What was handed back, as another gets it."""
+    if there.is_queue:
+        return list(there.transport.read(GROUP, consumer, [stream], 10, 0))
+    return list(there.transport.claim(GROUP, consumer, stream, 60, 10).deliveries)
 
 
 def data(deliveries: list[Delivery]) -> list[str]:
@@ -409,7 +502,8 @@ def test_o_70_replies_look_alike_whatever_the_protocol_and_the_client(there: Any
         (Delivery, "a", str, dict, 1)
     ] * 2
     claimed = transport.claim(GROUP, "c2", "a", 0, 10)
-    assert claimed == Claim([Delivery(d.stream, d.receipt, d.fields, 2) for d in read], [], None)
+    again = [Delivery(d.stream, c.receipt, d.fields, 2) for d, c in zip(read, claimed.deliveries, strict=True)]
+    assert (claimed, names(again)) == (Claim(again, [], None), names(read))
     transport.ack(GROUP, claimed.deliveries)
     assert transport.claim(GROUP, "c1", "a", 0, 10) == Claim([], [], None)
 
@@ -433,10 +527,13 @@ def test_a_group_starts_at_the_beginning_and_opening_again_changes_nothing(there
 
 def test_each_group_gets_everything_and_each_of_a_group_its_share(there: Any) -> None:
     there.transport.open(GROUP, ["a"])
-    there.transport.open("other", ["a"])
+    refused = there.transport.open("other", ["a"])
     published(there, "1", "2", "3")
     assert data(there.transport.read(GROUP, "one", ["a"], 2, 0)) == ["1", "2"]
     assert data(there.transport.read(GROUP, "two", ["a"], 2, 0)) == ["3"]
+    if there.is_queue:
+        assert "is the queue of consumer wallet" in str(refused["a"])
+        return
     assert data(there.transport.read("other", "one", ["a"], 10, 0)) == ["1", "2", "3"]
 
 
@@ -499,7 +596,7 @@ def test_only_what_was_pending_long_enough_is_claimed(there: Any) -> None:
     assert there.transport.claim(GROUP, "three", "a", 60, 10).deliveries == []
     again = there.transport.claim(GROUP, "three", "a", 0, 10).deliveries
     assert [d.count for d in again] == [3, 3]
-    assert [d.receipt for d in again] == [d.receipt for d in claimed]
+    assert names(again) == names(claimed)
 
 
 def test_claims_go_page_by_page_to_the_end(there: Any) -> None:
@@ -522,7 +619,7 @@ def test_what_was_deleted_while_pending_is_named_and_forgotten(there: Any) -> No
     found = there.transport.read(GROUP, "one", ["a"], 10, 0)
     there.delete("a", found[1].receipt)
     claim = there.transport.claim(GROUP, "two", "a", 0, 10)
-    assert (data(claim.deliveries), claim.missing) == (["1", "3"], [found[1].receipt])
+    assert (data(claim.deliveries), claim.missing) == (["1", "3"], names(found[1:2]))
     assert there.pending("a") == 2
     assert there.transport.claim(GROUP, "three", "a", 0, 10).missing == []
 
@@ -559,8 +656,60 @@ def _all_idle(there: Any, idle_seconds: float) -> bool:
 
         pending = there.transport._streams["a"].groups[GROUP].pending.values()
         return all(time.monotonic() - p.delivered_at >= idle_seconds for p in pending)
+    if there.is_queue:
+        seconds, microseconds = there.raw.time() if not isinstance(there, Nodes) else there._cluster.clients[0].time()
+        ended = 1000 * (seconds + 60 - idle_seconds) + microseconds / 1000
+        return int(there.raw.zcount(f"{there.key('a')}:claims", "-inf", ended)) == 100
     found = there.raw.xpending_range(there.key("a"), GROUP, "-", "+", 100, idle=round(idle_seconds * 1000))
     return len(found) == 100
+
+
+def test_what_a_dead_consumer_left_is_taken_over_at_once_and_counts_as_before(there: Any) -> None:
+    there.transport.open(GROUP, ["a", "b"])
+    published(there, "1", "2", "3", "4")
+    published(there, "5", stream="b")
+    first = there.transport.read(GROUP, "dead", ["a", "b"], 10, 0)
+    there.transport.ack(GROUP, first[3:4])
+    (again,) = there.transport.claim(GROUP, "dead", "a", 0, 1).deliveries
+    left = there.transport.left(GROUP, "dead", "a", 10)
+    assert [(d.fields[b"data"], d.count) for d in left] == [(b"1", 2), (b"2", 1), (b"3", 1)]
+    assert again in left
+    assert data(there.transport.left(GROUP, "dead", "a", 2)) == ["1", "2"]
+    assert there.transport.left(GROUP, "nobody", "a", 10) == []
+    quick, other, count = (
+        ("2", "1", 2) if there.is_queue else ("1", "2", 1)
+    )  # what has waited for longest, or is oldest
+    assert data(there.transport.claim(GROUP, "quick", "a", 0, 1).deliveries) == [quick]  # before the heir
+    wanted = [left[0], left[1], replace(left[2], count=4), *there.transport.left(GROUP, "dead", "b", 10)]
+    assert data(there.transport.inherit(GROUP, "heir", "dead", wanted)) == [other, "3", "5"]
+    assert there.transport.inherit(GROUP, "late", "dead", wanted) == []
+    assert there.transport.left(GROUP, "dead", "a", 10) == []
+    assert [(d.fields[b"data"], d.count) for d in there.transport.left(GROUP, "heir", "a", 10)] == [
+        (other.encode(), count),
+        (b"3", 4),
+    ]
+    assert data(there.transport.left(GROUP, "quick", "a", 10)) == [quick]
+    assert there.transport.claim(GROUP, "other", "b", 60, 10).deliveries == [], "it is the heir's, from now on"
+    with pytest.raises(GroupLost):
+        there.transport.left("none", "dead", "a", 10)
+
+
+def test_what_a_dead_consumer_left_far_apart(there: Any) -> None:
+    there.transport.open(GROUP, ["a"])
+    published(there, *map(str, range(40)))
+    for _ in range(2):
+        there.transport.read(GROUP, "dead", ["a"], 1, 0)
+        there.transport.read(GROUP, "other", ["a"], 19, 0)
+    assert data(there.transport.left(GROUP, "dead", "a", 10)) == ["0", "20"]
+
+
+def test_what_was_deleted_while_a_dead_consumer_had_it_is_left_to_those_who_claim(there: Any) -> None:
+    there.transport.open(GROUP, ["a"])
+    published(there, "1", "2")
+    found = there.transport.read(GROUP, "dead", ["a"], 10, 0)
+    there.delete("a", found[0].receipt)
+    assert data(there.transport.left(GROUP, "dead", "a", 10)) == ["2"]
+    assert there.transport.claim(GROUP, "other", "a", 0, 10).missing == names(found[:1])
 
 
 def test_what_is_handed_back_is_claimable_at_once_and_not_counted(there: Any) -> None:
@@ -569,11 +718,11 @@ def test_what_is_handed_back_is_claimable_at_once_and_not_counted(there: Any) ->
     published(there, "3", stream="b")
     found = there.transport.read(GROUP, "one", ["a", "b"], 10, 0)
     there.transport.hand_back(GROUP, "one", [found[0], found[2]])
-    claimed = there.transport.claim(GROUP, "two", "a", 60, 10).deliveries
+    claimed = handed(there, "two", "a")
     assert (data(claimed), [d.count for d in claimed]) == (["1"], [1])
-    assert data(there.transport.claim(GROUP, "two", "b", 60, 10).deliveries) == ["3"]
+    assert data(handed(there, "two", "b")) == ["3"]
     there.transport.hand_back(GROUP, "two", claimed)
-    (again,) = there.transport.claim(GROUP, "three", "a", 60, 10).deliveries
+    (again,) = handed(there, "three", "a")
     assert again.count == 1
     there.transport.hand_back(GROUP, "three", [])
 
@@ -585,7 +734,7 @@ def test_handing_back_a_claimed_delivery_restores_the_count_before_the_claim(the
     claimed = there.transport.claim(GROUP, "two", "a", 0, 10).deliveries
     assert claimed[0].count == 2
     there.transport.hand_back(GROUP, "two", claimed)
-    assert there.transport.claim(GROUP, "three", "a", 60, 10).deliveries[0].count == 2
+    assert handed(there, "three", "a")[0].count == 2
 
 
 def test_o_14_what_somebody_else_has_claimed_cannot_be_handed_back(there: Any) -> None:
@@ -594,7 +743,7 @@ def test_o_14_what_somebody_else_has_claimed_cannot_be_handed_back(there: Any) -
     late = there.transport.read(GROUP, "paused", ["a"], 10, 0)
     assert len(there.transport.claim(GROUP, "successor", "a", 0, 1).deliveries) == 1
     there.transport.hand_back(GROUP, "paused", late)
-    assert data(there.transport.claim(GROUP, "third", "a", 60, 10).deliveries) == ["2"]
+    assert data(handed(there, "third", "a")) == ["2"]
 
 
 def test_what_was_acknowledged_is_not_handed_back(there: Any) -> None:
@@ -619,6 +768,73 @@ def test_deliveries_of_ours_are_recounted(there: Any) -> None:
     assert there.transport.claim(GROUP, "three", "a", 60, 10).deliveries == []  # they stay ours, from now on
     assert [d.count for d in there.transport.claim(GROUP, "three", "a", 0, 10).deliveries] == [8, 2]
     assert there.transport.recount(GROUP, "three", []) == []
+
+
+def test_o_12_what_is_renewed_is_not_claimed_and_not_counted(there: Any) -> None:
+    there.transport.open(GROUP, ["a", "b"])
+    published(there, "1", "2")
+    published(there, "3", stream="b")
+    found = there.transport.read(GROUP, "one", ["a", "b"], 10, 0)
+    for _ in range(2):
+        there.age(found)
+        assert there.transport.renew(GROUP, "one", found) == found
+        assert [there.transport.claim(GROUP, "two", stream, 60, 10).deliveries for stream in "ab"] == [[], []]
+    claimed = there.transport.claim(GROUP, "two", "a", 0, 10).deliveries
+    assert [(d.fields[b"data"], d.count) for d in claimed] == [(b"1", 2), (b"2", 2)]
+    assert there.transport.renew(GROUP, "one", []) == []
+
+
+def test_o_14_nothing_that_others_took_over_is_taken_back(there: Any) -> None:
+    """By whatever it is asked for; nor what was acknowledged, or is pending no more since the group is gone."""
+    there.transport.open(GROUP, ["a", "b"])
+    published(there, "1", "2", "3")
+    published(there, "4", stream="b")
+    found = there.transport.read(GROUP, "paused", ["a", "b"], 10, 0)
+    (taken,) = there.transport.claim(GROUP, "successor", "a", 0, 1).deliveries
+    there.transport.ack(GROUP, found[1:2])
+    there.lose("b") if there.keeps_foreign_types else there.transport.drop_group(GROUP, "b")
+    for ask in (there.transport.renew, there.transport.recount):
+        assert ask(GROUP, "paused", found) == [found[2]]
+    there.transport.hand_back(GROUP, "paused", found)
+    his = taken if there.is_queue else found[0]
+    assert there.transport.renew(GROUP, "successor", [his, *found]) == ([his] if there.is_queue else [his, his])
+    assert taken.count == 2
+    assert there.pending("a") == (1 if there.is_queue else 2)
+
+
+def test_what_was_deleted_while_pending_is_ours_once_more(there: Any) -> None:
+    """Nobody else can get it any longer, so that whoever has it may as well go on with it. Of a job, nobody can tell whose it is."""
+    there.transport.open(GROUP, ["a"])
+    published(there, "1", "2")
+    found = there.transport.read(GROUP, "one", ["a"], 10, 0)
+    there.delete("a", found[0].receipt)
+    assert there.transport.renew(GROUP, "one", found) == (found[1:] if there.is_queue else found)
+
+
+def test_thousands_of_deliveries_are_held_at_once(server: Server) -> None:
+    server.transport.open(GROUP, ["a"])
+    with server.raw.pipeline(transaction=False) as pipeline:
+        for number in range(5000):
+            pipeline.xadd(server.key("a"), {"n": number})
+        pipeline.execute()
+    found = server.transport.read(GROUP, "one", ["a"], 5000, 0)
+    assert server.transport.renew(GROUP, "one", found) == found
+    counted = [replace(delivery, count=1 + n % 7) for n, delivery in enumerate(found)]
+    assert server.transport.recount(GROUP, "one", counted) == counted
+    server.transport.hand_back(GROUP, "one", found)
+    assert len(server.transport.claim(GROUP, "two", "a", 60, 5000).deliveries) == 5000
+
+
+def test_a_stream_that_cannot_be_asked_is_not_taken_for_lost(server: Server) -> None:
+    """It may be of a node of a cluster that is away, and comes back; or the right to ask is missing."""
+    server.transport.open(GROUP, ["a", "b"])
+    published(server, "1")
+    published(server, "2", stream="b")
+    found = server.transport.read(GROUP, "one", ["a", "b"], 10, 0)
+    server.raw.set(server.key("a"), "something else")
+    assert server.transport.renew(GROUP, "one", found) == found
+    assert server.transport.recount(GROUP, "one", found) == found[1:]
+    server.transport.hand_back(GROUP, "one", found)
 
 
 # --- what is lost -------------------------------------------------------------------------------------------
@@ -730,6 +946,10 @@ def test_o_48_scripts_may_be_forgotten_at_any_moment(server: Server) -> None:
         assert server.transport.markers(["a"]) == {"a": marker(seq)}
         expected = marker(seq)
     assert in_stream(server) == in_stream(server, "b") == ["1.0", "2.0", "3.0"]
+    server.transport.open(GROUP, ["a", "b"])
+    found = server.transport.read(GROUP, "one", ["a", "b"], 10, 0)
+    server.raw.script_flush()
+    assert server.transport.renew(GROUP, "one", found) == found
 
 
 def test_a_reader_whose_group_is_destroyed_is_told(server: Server) -> None:
@@ -772,6 +992,7 @@ def test_a_server_that_is_not_there_is_unavailable() -> None:
         lambda: transport.ack(GROUP, [Delivery("a", "1-1", {})]),
         lambda: transport.hand_back(GROUP, "one", [Delivery("a", "1-1", {})]),
         lambda: transport.recount(GROUP, "one", [Delivery("a", "1-1", {})]),
+        lambda: transport.renew(GROUP, "one", [Delivery("a", "1-1", {})]),
     ):
         with pytest.raises(TransportUnavailable) as error:
             call()
@@ -790,6 +1011,8 @@ def test_a_full_server_adds_a_batch_whole_or_not_at_all(name: str, own_valkey: C
     (refused,) = server.transport.publish([part(2, marker(1), events=3)])
     assert isinstance(refused, TransportUnavailable)
     assert refused.code == "OOM"
+    assert server.transport.renew(GROUP, "one", found) == server.transport.recount(GROUP, "one", found) == found
+    server.transport.hand_back(GROUP, "one", found)
     server.transport.ack(GROUP, found)
     server.raw.config_set("maxmemory", "0")
     assert server.transport.markers(["a"]) == {"a": marker(1)}
@@ -856,6 +1079,14 @@ def group_of(state: StreamState, name: str = GROUP) -> GroupState:
     return found
 
 
+def how_far(there: Any) -> tuple[Any, ...]:
+    """What is pending, the oldest of it and what is acknowledged; and where it can be told, what is delivered."""
+    found = group_of(there.transport.inspect("a"))
+    if there.is_queue:
+        return found.pending, found.oldest_pending, found.acked
+    return found.pending, found.oldest_pending, found.acked, found.delivered, found.undelivered
+
+
 def trim(there: Any, *groups: str) -> int:
     """Trim what can be trimmed, once the entries are older than this millisecond; returns what is left."""
     time.sleep(0.002)  # ids are milliseconds, and only what is older is trimmed
@@ -898,18 +1129,20 @@ def test_the_marker_of_a_stream_that_is_looked_at(there: Any) -> None:
 def test_how_far_a_group_is(there: Any) -> None:
     publish_batches(there, 3, 5, 9)
     there.transport.open(GROUP, ["a"])
-    assert group_of(there.transport.inspect("a")) == GroupState(GROUP, 0, None, 2, 2, 2)
+    few = 3 if there.is_queue else 5
+    assert how_far(there) == (0, None, 2, 2, 2)[:few]
     first, second, third = there.transport.read(GROUP, "one", ["a"], 3, 0)
-    assert group_of(there.transport.inspect("a")) == GroupState(GROUP, 3, first.receipt, 2, 4, 1)
+    assert how_far(there) == (3, *names([first]), 2, 4, 1)[:few]
     there.transport.ack(GROUP, [first, third])
-    assert group_of(there.transport.inspect("a")) == GroupState(GROUP, 1, second.receipt, 2, 4, 1)
+    assert how_far(there) == (1, *names([second]), 2, 4, 1)[:few]
     there.transport.ack(GROUP, [second])
-    assert group_of(there.transport.inspect("a")) == GroupState(GROUP, 0, None, 4, 4, 1)
+    assert how_far(there) == (0, None, 4, 4, 1)[:few]
     there.transport.ack(GROUP, there.transport.read(GROUP, "one", ["a"], 10, 0))
-    assert group_of(there.transport.inspect("a")) == GroupState(GROUP, 0, None, 9, 9, 0)
+    assert how_far(there) == (0, None, 9, 9, 0)[:few]
     assert there.transport.info("a") == StreamInfo(1, 3600)
 
 
+@only_streams
 def test_o_26_only_what_every_group_has_acknowledged_is_trimmed(there: Any) -> None:
     publish_batches(there, 1, 2, 3)
     assert trim(there) == 6, "without a group nothing is"
@@ -941,9 +1174,12 @@ def test_what_strangers_delete_is_missing_until_the_marker_is_restarted(there: A
     there.transport.open(GROUP, ["a"])
     deliveries = there.transport.read(GROUP, "one", ["a"], 3, 0)
     there.transport.ack(GROUP, deliveries)
-    trim(there)
+    if not there.is_queue:
+        trim(there)
     (fourth,) = there.transport.read(GROUP, "one", ["a"], 1, 0)
     there.delete("a", fourth.receipt)
+    if there.is_queue:  # somebody has to come upon it
+        assert there.transport.claim(GROUP, "two", "a", 0, 10).missing == names([fourth])
     assert there.transport.publish([batch(3, marker(2))]) == [marker(3)]
     assert there.transport.inspect("a").missing == 1
     assert there.transport.publish([Part("a", marker(3), marker(3), [])]) == [marker(3)]
@@ -951,6 +1187,7 @@ def test_what_strangers_delete_is_missing_until_the_marker_is_restarted(there: A
     assert there.transport.info("a") == StreamInfo(1, 3600)
 
 
+@only_streams
 def test_what_is_appended_leaves_the_marker_and_what_is_missing_as_they_are(there: Any) -> None:
     publish_batches(there, 1, 2)
     there.transport.open(GROUP, ["a"])
@@ -990,7 +1227,7 @@ def test_what_is_appended_is_counted_until_it_is_lost(there: Any) -> None:
 def test_how_far_a_group_is_names_the_batch_that_says_so(there: Any) -> None:
     publish_batches(there, 1, 2)
     there.transport.open(GROUP, ["a"])
-    assert group_of(there.transport.inspect("a")).basis == label(1)
+    assert group_of(there.transport.inspect("a")).basis == label(2 if there.is_queue else 1)
     there.transport.ack(GROUP, there.transport.read(GROUP, "one", ["a"], 10, 0))
     assert group_of(there.transport.inspect("a")).basis == label(2), "nothing is left: the marker"
 
@@ -1065,6 +1302,7 @@ def test_what_was_left_stays_where_the_server_is_full(server: Server) -> None:
     assert server.transport.info("a").oldest is None, "no time"
 
 
+@only_streams
 def test_batches_published_again_are_not_taken_for_progress(there: Any) -> None:
     publish_batches(there, 1, 2, 3)
     there.transport.open(GROUP, ["a"])
@@ -1133,3 +1371,99 @@ def test_a_stream_made_anew_beside_an_old_marker_is_not_acknowledged(server: Ser
     assert (group_of(state).acked, state.missing) == (0, 0)
     server.add("a", {b"id": b"x"})
     assert group_of(server.transport.inspect("a")).acked is None
+
+
+# --- what only queues have ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=QUEUES)
+def jobs(
+    request: pytest.FixtureRequest, server_urls: Callable[[str], str], clusters: Callable[[str], Cluster]
+) -> Iterator[Queue]:
+    found = made(request.param, server_urls, clusters)
+    yield found
+    found.close()
+
+
+def test_a_queue_that_has_lost_its_group_says_so_also_while_others_have_jobs(jobs: Queue) -> None:
+    for stream in ("a", "b"):
+        jobs.transport.publish([part(1, stream=stream, events=20)])
+    jobs.transport.open(GROUP, ["a", "b"])
+    jobs.raw.hdel(f"{jobs.key('a')}:relay", "group")
+    assert {d.stream for d in jobs.transport.read(GROUP, "one", ["a", "b"], 2, 0)} == {"b"}
+    with pytest.raises(GroupLost):
+        jobs.transport.read(GROUP, "one", ["a", "b"], 2, 0)
+    jobs.transport.open(GROUP, ["a", "b"])
+    assert {d.stream for d in jobs.transport.read(GROUP, "one", ["a", "b"], 2, 0)} == {"a", "b"}
+
+
+def test_a_full_queue_that_nobody_has_opened_yet_is_opened_and_drained(jobs: Queue) -> None:
+    jobs.transport.publish([part(1, stream="full")])
+    jobs.limit_memory(1)
+    try:
+        assert jobs.transport.open(GROUP, ["full"]) == {}
+        found = jobs.transport.read(GROUP, "one", ["full"], 10, 0)
+        jobs.transport.ack(GROUP, found)
+    finally:
+        jobs.limit_memory(0)
+    assert len(found) == 1
+    assert jobs.transport.inspect("full").length == 0
+
+
+def test_what_leaves_a_history_takes_no_job_along_that_has_come_again(jobs: Queue) -> None:
+    """Its data were lost (evicted, say) after it had ended, and it was added once more."""
+    transport = jobs.transport
+    transport._kept = 2
+    transport.open(GROUP, ["queue/a"])
+
+    def end_one() -> None:
+        transport.enqueue([Job(queue="a", type="t", payload=None)])
+        transport.ack(GROUP, transport.read(GROUP, "one", ["queue/a"], 1, 0))
+
+    job = Job(queue="a", type="t", payload=None)
+    transport.enqueue([job])
+    transport.ack(GROUP, transport.read(GROUP, "one", ["queue/a"], 1, 0))
+    jobs.raw.delete(f"{jobs.key('queue/a')}:job:{job.id}")
+    transport.enqueue([Job(queue="a", type="t", payload=None, id=job.id, run_at=timedelta(days=1))])
+    for _ in range(3):
+        end_one()
+    found = transport.job("a", job.id)
+    assert found is not None
+    assert (found.status, b"data" in found.fields) == ("delayed", True)
+
+
+def test_a_job_whose_time_is_none_is_not_kept_for_years(jobs: Queue) -> None:
+    """Its consumer is to say what is wrong."""
+    times = ["2030-13-31T09:00:00Z", "2030-00-31T09:00:00Z", "2030-01-32T09:00:00Z", "2030-01-31T99:00:00Z", "soon"]
+    rows = [(b"{}", str(uuid7()), "t", None, None, None, None, None, f'{{"runat": "{time}"}}') for time in times]
+    jobs.transport.publish([Part("a", None, marker(1), wire(rows, label(1)))])
+    jobs.transport.open(GROUP, ["a"])
+    assert len(jobs.transport.read(GROUP, "one", ["a"], 10, 0)) == len(times)
+
+
+def test_whoever_may_not_look_for_queues_does_not_try_again_and_again(
+    own_valkey: Callable[..., ValkeyServer],
+) -> None:
+    """Each try is in ACL LOG; rights for streams alone are what most have."""
+    server = own_valkey()
+    raw: Any = redis.Redis.from_url(server.url)
+    raw.execute_command("ACL", "SETUSER", "few", "on", ">pw", "~{a*", "+@all")
+    transport = ListTransport(redis.Redis.from_url(server.url.replace("://", "://few:pw@")), claim_seconds=60)
+    transport.reclaim_when_due()
+    assert 20 < transport._reclaim_due - time.monotonic() <= 30
+    transport.close()
+    raw.close()
+
+
+def test_a_look_at_a_queue_costs_the_same_whatever_has_ended(own_valkey: Callable[..., ValkeyServer]) -> None:
+    """The relay looks every few seconds; only who wants to know goes through the histories."""
+    client: Any = redis.Redis.from_url(own_valkey().url)
+    lists = ListTransport(client)
+    lists.open(GROUP, ["queue/a"])
+    lists.enqueue([Job(queue="a", type="t", payload=None) for _ in range(50)])
+    lists.ack(GROUP, lists.read(GROUP, "one", ["queue/a"], 50, 0))
+    client.config_resetstat()
+    lists.inspect("queue/a")
+    assert client.info("commandstats")["cmdstat_hmget"]["calls"] < 10
+    assert [state.counts["completed"] for state in lists.queues()] == [50]
+    lists.close()

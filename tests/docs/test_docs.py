@@ -6,13 +6,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 import redis
+import typer
 from sqlalchemy import create_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
+from consumer.cli import app
 from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
 from outbox.relay import Relay
@@ -109,10 +112,14 @@ def test_every_setting_is_described() -> None:
         "outbox migrate",
         "outbox relay",
         "outbox doctor",
+        "outbox queues",
         "consumer",
         "consumer migrate",
         "consumer run",
         "consumer doctor",
+        "consumer dead requeue",
+        "consumer waiting",
+        "consumer jobs cancel",
     ],
 )
 def test_help_is_there(command: str) -> None:
@@ -123,11 +130,39 @@ def test_help_is_there(command: str) -> None:
     assert "Usage" in done.stdout
 
 
-def test_the_soak_has_the_options_that_its_page_names() -> None:
+def test_the_soak_and_the_fire_have_the_options_that_their_page_names() -> None:
     page = (ROOT / "docs/explanation/soak.md").read_text()
-    program = [sys.executable, "-m", "tests.faults.soak", "--help"]
-    done = subprocess.run(program, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert set(re.findall(r"--[a-z]+", page)) <= set(re.findall(r"--[a-z]+", done.stdout))
+    before, heading, rest = page.partition("## Jobs under fire")
+    fire, end, after = rest.partition("## What was run")
+    assert heading and end  # noqa: PT018 - one thing: the page has its parts
+    for name, text in {"soak": before + after, "fire": fire}.items():
+        program = [sys.executable, "-m", f"tests.faults.{name}", "--help"]
+        done = subprocess.run(program, capture_output=True, text=True, check=True, cwd=ROOT)
+        assert set(re.findall(r"--[a-z]+", text)) <= set(re.findall(r"--[a-z]+", done.stdout))
+
+
+def test_the_commands_for_dead_letters_are_as_their_page_says() -> None:
+    page = (ROOT / "docs/operations/dead-letters.md").read_text()
+    group: Any = typer.main.get_command(app)
+    dead = group.commands["dead"]
+    assert set(re.findall(r"consumer dead (\w+)", page)) == dead.commands.keys()
+    commands = {"waiting": group.commands["waiting"], "status": group.commands["status"], **dead.commands}
+    options = {name: {o for p in command.params for o in p.opts} for name, command in commands.items()}
+    for name, used in re.findall(r"`consumer (?:dead )?(\w+) ([^`]*)`", page):
+        assert set(re.findall(r"--[a-z-]+", used)) <= options.get(name, set()), (name, used)
+    assert set(re.findall(r"`(--[a-z-]+)", page)) - {"--schema"} <= set().union(*options.values())
+
+
+def test_the_commands_for_jobs_are_as_their_page_says() -> None:
+    page = (ROOT / "docs/how-to/jobs.md").read_text().partition("## At the terminal")[2].partition("\n## ")[0]
+    group: Any = typer.main.get_command(app)
+    jobs = group.commands["jobs"].commands
+    assert set(re.findall(r"`consumer jobs (\w+) [A-Z]", page)) == jobs.keys()
+    for name, arguments in re.findall(r"`consumer jobs (\w+) ([A-Z ]+)`", page):
+        shown = [p.name.upper() for p in jobs[name].params if p.param_type_name == "argument"]
+        assert " ".join(shown) == arguments
+    options = {o for command in jobs.values() for p in command.params for o in p.opts}
+    assert set(re.findall(r"`(--[a-z-]+)", page)) <= options
 
 
 def test_architecture_names_files_that_exist() -> None:

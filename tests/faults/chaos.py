@@ -26,6 +26,7 @@ from consumer import Consumer, Envelope, Order
 from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
 from outbox import Event, record
+from outbox.envelope import QUEUE_PREFIX
 from outbox.relay import Counts, Relay
 from outbox.settings import RelaySettings
 from outbox.transport import StreamTransport
@@ -50,6 +51,11 @@ def credit(event: Envelope, session: Session) -> None:
     )
 
 
+#: The same with jobs.
+clerk = Consumer("ledger", queues=[TOPIC])
+clerk.job("credited")(credit)
+
+
 @ledger.on("limited", order=Order.LATEST)
 def limit(event: Envelope, session: Session) -> None:
     """Sets, without looking at what is there: the order is the consumer's to keep."""
@@ -68,6 +74,8 @@ class Bench:
     Args:
         client: of the servers, where redis-py makes none of the address.
     """
+
+    topic, consumer = TOPIC, ("consumer", "run", "tests.faults.chaos:ledger")
 
     def __init__(self, database_url: str, redis_url: str, prefix: str = "", *, client: Any = None) -> None:
         self.database_url, self.redis_url, self.prefix = database_url, redis_url, prefix
@@ -95,7 +103,7 @@ class Bench:
 
     def event(self, **fields: Any) -> Event:
         self._version += 1
-        defaults = {"topic": TOPIC, "type": "credited", "key": "A", "version": self._version, "payload": {"n": 1}}
+        defaults = {"topic": self.topic, "type": "credited", "key": "A", "version": self._version, "payload": {"n": 1}}
         return Event(**(defaults | fields))
 
     def write(self, number: int = 1, connection: psycopg.Connection[Any] | None = None, **fields: Any) -> list[str]:
@@ -178,6 +186,10 @@ class Bench:
     def ids(self, stream: str = TOPIC) -> list[str]:
         return [fields[b"id"].decode() for _, fields in self.redis.xrange(self.key(stream))]
 
+    def pending(self) -> int:
+        """What the consumer has not acknowledged."""
+        return int(self.redis.xpending(self.key(), ledger.name)["pending"])
+
     def length(self, stream: str = TOPIC) -> int:
         return int(self.redis.xlen(self.key(stream)))
 
@@ -205,8 +217,7 @@ class Bench:
                 pass
         finally:
             worker.close()
-        pending = self.redis.xpending(self.key(), ledger.name)
-        assert pending["pending"] == 0, pending
+        assert self.pending() == 0
         return self.effects()
 
     def dead(self) -> int:
@@ -216,6 +227,18 @@ class Bench:
     def make_tables(self) -> None:
         if not self.one("SELECT to_regclass('public.effects') IS NOT NULL"):
             self.db.execute(TABLES)
+
+
+class QueueBench(Bench):
+    """The same with jobs."""
+
+    topic, consumer = f"{QUEUE_PREFIX}{TOPIC}", ("consumer", "run", "tests.faults.chaos:clerk")
+
+    def ids(self, stream: str = topic) -> list[str]:
+        return [key.decode().rpartition(":")[2] for key in self.redis.scan_iter(f"{self.key(stream)}:job:*")]
+
+    def pending(self) -> int:
+        return int(self.redis.zcard(f"{self.key(self.topic)}:batches"))
 
 
 def drain(relay: Relay) -> Counts:

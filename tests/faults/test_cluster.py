@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,10 +17,10 @@ from redis.crc import key_slot
 from consumer.claims import Recovery
 from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
-from outbox import doctor
+from outbox import Job, doctor
 from outbox.embedded import redis_servers
 from outbox.errors import StreamUnusable, TransportUnavailable
-from outbox.transport import StreamTransport
+from outbox.transport import Delivery, ListTransport, StreamTransport
 from outbox.transport.base import streams_of
 from tests.contract.test_transport import marker, part
 from tests.faults.chaos import TOPIC, Bench, drain, ledger, version_order
@@ -331,6 +332,38 @@ def test_a_slot_between_two_nodes(stack: ExitStack, bare: Cluster) -> None:
         read += len(reader.read("wallet", "one", [stream], 100, 0))  # a key by itself is found at any step
         assert read == seq
     assert bare.owner(f"{{{stream}}}") == 1
+
+
+def test_o_91_a_queue_between_two_nodes_waits_until_it_is_at_one(stack: ExitStack, bare: Cluster) -> None:
+    """No script sees half of its keys: each does all or is refused, so that every job is done, once."""
+    there, stream = closed(stack, ListTransport.from_url(bare.url, timeout_seconds=1)), "queue/moved"
+    there.open("mailer", [stream])
+    jobs = [Job(queue="moved", type="send", payload=n, priority=p) for n in range(5) for p in ("high", "low", "normal")]
+    there.enqueue(jobs)
+    key = f"{{{stream}}}"
+    source = bare.owner(key)
+    done, refused, held = Counter[str](), Counter[str](), list[Delivery]()
+    for _ in bare.move(key_slot(key.encode()), source, (source + 1) % 3):
+        for step in ("claim", "ack"):
+            try:
+                if step == "claim":
+                    held += there.read("mailer", "one", [stream], 1, 0)
+                elif held:
+                    if not there.renew("mailer", "one", held[:1]):
+                        continue
+                    there.ack("mailer", held[:1])
+                    if there.job("moved", uuid.UUID(held[0].fields[b"id"].decode())).status == "completed":  # type: ignore[union-attr]
+                        done[held.pop(0).receipt.partition(":")[0]] += 1
+            except StreamUnusable as error:
+                refused[error.code] += 1
+    assert refused.keys() == {"TRYAGAIN"}
+    assert refused["TRYAGAIN"] > 15, "all the while"
+    found = [*there.read("mailer", "one", [stream], 100, 0), *held]
+    there.ack("mailer", found)
+    done.update(delivery.receipt.partition(":")[0] for delivery in found)
+    assert done == Counter(str(job.id) for job in jobs)
+    state = there.inspect(stream)
+    assert (state.length, state.missing) == (0, 0)
 
 
 def test_scripts_forgotten_by_one_node(stack: ExitStack, bare: Cluster) -> None:

@@ -183,7 +183,8 @@ def test_o_77_a_consumer_whose_prepared_statements_would_be_mixed_up_does_not_st
         Worker(ledger, consumer_settings(bench), engine=yours).run_once()
     yours.dispose()
     with closing(Worker(ledger, consumer_settings(bench))) as worker:
-        worker.run_once()
+        for _ in range(20):
+            worker.run_once()
     assert bench.one("SELECT count(*) FROM pg_prepared_statements") == 0
     with psycopg.connect(bench.database_url) as connection:  # what was tried is gone
         assert connection.execute("SELECT count(*) FROM pg_prepared_statements").fetchone() == (0,)
@@ -360,6 +361,20 @@ def test_every_command_through_a_pooler(bench: Bench) -> None:
     for process in (consumer, relay):
         process.terminate()
         assert process.wait(20) == 0
+    bench.db.execute(
+        "INSERT INTO public.dead_letters (consumer, stream, stream_id, event_id, reason, error, fields) "
+        "SELECT %s, %s, i || '-0', gen_random_uuid(), 'attempts', '', '{}' FROM generate_series(1, 3) i",
+        (ledger.name, TOPIC),
+    )
+    for arguments, wanted in (
+        ("dead list", "     3  attempts"), ("dead show 1", "dead letter 1 of consumer ledger"), ("dead export", '{"number": 3'),
+        ("dead requeue --id 1 --yes", "1 requeued"), ("waiting", "     1  failed"), ("dead discard --all --yes", "2 discarded"),
+        ("status", "waiting  failed: 1"),
+    ):  # fmt: skip
+        what, *more = arguments.split()
+        words = [what, more.pop(0)] if what == "dead" else [what]
+        code, said = command(bench, "consumer", *words, ledger.name, *more)
+        assert (code, wanted in said) == (0, True), said
     code, said = command(bench, "outbox", "drop-group", ledger.name, "--yes")
     assert code == 0
     assert bench.one("SELECT count(*) FROM public.outbox_group") == 0
@@ -455,6 +470,6 @@ def test_a_handler_that_commits_is_found_out_through_a_pooler(bench: Bench, capl
     with closing(Worker(hasty, consumer_settings(bench))) as worker:
         worker.run_once()
         assert "ended the transaction with a statement of its own" in caplog.text
-        assert bench.effects() == Counter(ids[:2])
+        assert bench.effects() == Counter(ids), "those that had not run run alone"
         processed = "SELECT event_id::text FROM public.processed_messages WHERE consumer = 'hasty'"
-        assert {row[0] for row in bench.db.execute(processed)} == set(ids[:2])
+        assert {row[0] for row in bench.db.execute(processed)} == set(ids)

@@ -43,6 +43,7 @@ class BrokenRelay(Sabotaged):
     _relay = Sabotaged._broken
 
 
+@pytest.mark.xdist_group("soak")  # each has eight processes
 @pytest.mark.timeout(300)
 def test_every_invariant_holds_under_every_fault() -> None:
     with Soak(seed=1) as soak:
@@ -51,6 +52,7 @@ def test_every_invariant_holds_under_every_fault() -> None:
         assert [name for name in soak.faults() if not tally[name]] == [], "each fault came once at least"
 
 
+@pytest.mark.xdist_group("soak")  # each has eight processes
 @pytest.mark.timeout(300)
 def test_every_invariant_holds_on_a_cluster() -> None:
     with OnCluster(seed=1, kind="cluster", pooled=True) as soak:

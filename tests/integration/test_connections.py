@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import socket
 import subprocess
+import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -16,8 +18,9 @@ import redis
 
 from outbox import doctor
 from outbox.embedded import EmbeddedServerError, ValkeyServer, redis_servers
+from outbox.envelope import Run, uuid7, wire
 from outbox.errors import TransportUnavailable
-from outbox.transport import StreamTransport
+from outbox.transport import Marker, Part, Router, Settled, StreamTransport
 from tests.faults.chaos import TOPIC, Bench, drain
 from tests.faults.cluster import Cluster
 from tests.waiting import eventually
@@ -217,3 +220,45 @@ def test_without_any_one_of_them_doctor_names_it(own_valkey: Callable[..., Valke
             client.execute_command("ACL", "SETUSER", "relay", right)
         assert there.refused(TOPIC, "relay") == []
         assert there.refused("other", "relay") != [], "keys are looked at too"
+
+
+@pytest.mark.parametrize("name", sorted(redis_servers()))
+def test_the_rights_that_the_page_names_for_queues_suffice(name: str, own_valkey: Callable[..., ValkeyServer]) -> None:
+    server, queue, group = own_valkey(name), "queue/mail", "mailer"
+    client: Any = redis.Redis.from_url(server.url)
+    client.execute_command("ACL", "SETUSER", "jobs", *rules("jobs", cluster=False))
+    with closing(Router.from_url(with_user(server.url, "jobs"), claim_seconds=0.05)) as there:
+        lists, first = there.lists, Marker(1, 1, "t")
+        lists._kept = 1
+        kinds = (None, '{"lifo": "1"}', '{"runat": "2030-01-01T00:00:00Z"}')
+        runs = [run for headers in kinds for run in several(headers)]
+        there.leave([queue], 10, 5)
+        assert there.open(group, [queue]) == {}
+        assert there.publish([Part(queue, None, first, runs)]) == [first]
+        found = there.read(group, "one", [queue], 2, 0)
+        assert there.renew(group, "one", found) == found
+        there.hand_back(group, "one", found[1:])
+        there.ack(group, found[:1], [Settled("waiting")])
+        there.settle(queue, {uuid.UUID(found[0].receipt.partition(":")[0]): Settled("completed", b"1")})
+        for status in ("ready", "delayed", "running", "completed"):
+            for state in lists.jobs("mail", status, 1):
+                assert status in ("running", "completed") or lists.cancel("mail", state.id) == status
+        found = there.read(group, "one", [queue], 2, 0)
+        client.zrem(f"{{{queue}}}:claims", found[0].receipt.partition(":")[0])
+        time.sleep(0.06)
+        there.claim(group, "two", queue, 0.05, 1)
+        there.left(group, "one", queue, 5)
+        assert eventually(lambda: lists.reclaim() or not lists.queues()[0].counts["running"])
+        while more := there.read(group, "one", [queue], 5, 0):
+            there.ack(group, more)
+        there.read(group, "one", [queue], 5, 0.05)
+        client.rpush(f"{{{queue}}}:ready:normal", "of a stranger")
+        assert there.publish([Part(queue, first, first, runs)]) == [first], "counted anew"
+        assert there.inspect(queue).groups
+        assert there.drop_group(group, queue)
+    asked = {found["object"] for found in client.acl_log()}
+    assert asked <= {"client|setinfo"}, "which redis-py does without"
+
+
+def several(headers: str | None) -> list[Run]:
+    return wire([(b"{}", str(uuid7()), "t", None, None, None, None, None, headers) for _ in range(3)], "1:t")

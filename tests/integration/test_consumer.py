@@ -26,7 +26,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from consumer import Consumer, Envelope, Order
+from consumer import Consumer, Envelope, Order, Retry
 from consumer.ledger import Ledger
 from consumer.process import Outcome, Processor
 from consumer.settings import ConsumerSettings
@@ -39,7 +39,7 @@ from tests.catalog import existing_partitions
 from tests.waiting import eventually
 
 TOPIC = "accounts"
-APPLIED, DUPLICATE, STALE, IGNORED, DEAD, RETRY = Outcome
+APPLIED, DUPLICATE, STALE, IGNORED, DEAD, RETRY, PARKED, HELD = Outcome
 Fields = dict[bytes, bytes]
 
 TABLES = """
@@ -98,8 +98,26 @@ class Database:
         return Counter(self.all("SELECT outcome FROM public.processed_messages WHERE consumer = %s", self.consumer))
 
     @property
+    def waiting(self) -> Counter[str]:
+        """Events in message_failures, by reason."""
+        return Counter(self.all("SELECT reason FROM public.message_failures WHERE consumer = %s", self.consumer))
+
+    def let_go(self) -> None:
+        """The time of all that waits has come."""
+        self.connection.execute("UPDATE public.message_failures SET next_attempt_at = now() WHERE lease IS NULL")
+
+    @property
     def dead(self) -> list[str]:
         return self.all("SELECT reason FROM public.dead_letters WHERE consumer = %s ORDER BY id", self.consumer)
+
+
+def again(processor: Processor, database: Database) -> list[Outcome | None]:
+    """Run all that waits, as if its time had come, oldest first."""
+    database.let_go()
+    outcomes: list[Outcome | None] = []
+    while leased := processor.due(60, 500)[0]:
+        outcomes += processor.process(leased)
+    return outcomes
 
 
 def credit(event: Envelope, session: Session) -> None:
@@ -126,8 +144,12 @@ def rename(event: Envelope, session: Session) -> None:
     )
 
 
+#: Another try at once, as good as without end.
+SOON = Retry(attempts=1000, first_seconds=0.02, longest_seconds=0.02)
+
+
 def wallet(*, name: str = "ledger") -> Consumer:
-    consumer = Consumer(name, topics=[TOPIC])
+    consumer = Consumer(name, topics=[TOPIC], retry=SOON)
     consumer.on("credited")(credit)
     consumer.on("renamed", order=Order.LATEST)(rename)
     consumer.ignore("noise")
@@ -198,17 +220,77 @@ def test_a_batch_ends_in_one_outcome_each(database: Database, engine: sqlalchemy
         entry(data=b"{"),
     )
     processor = Processor(wallet(), engine)
-    outcomes = [APPLIED, DUPLICATE, IGNORED, RETRY, APPLIED, STALE, DEAD, DEAD, DEAD]
+    outcomes = [APPLIED, DUPLICATE, IGNORED, PARKED, APPLIED, STALE, DEAD, DEAD, DEAD]
     assert processor.process(batch) == outcomes
     assert database.effects == 1
-    assert database.processed == {"applied": 2, "stale": 1, "dead": 2}
+    assert database.processed == {"applied": 2, "stale": 1, "dead": 2, "waiting": 1}
+    assert database.waiting == {"no_handler": 1}
     assert sorted(database.dead) == ["no_key", "no_version", "undecodable"]
 
-    again = [DUPLICATE, DUPLICATE, IGNORED, RETRY, *[DUPLICATE] * 4, DEAD]
-    assert processor.process(batch) == again
+    once_more = [DUPLICATE, DUPLICATE, IGNORED, *[DUPLICATE] * 5, DEAD]
+    assert processor.process(batch) == once_more
     assert database.effects == 1
     assert database.one("SELECT name FROM public.accounts") == "B"
     assert len(database.dead) == 3  # the undecodable one is put aside once
+
+
+def test_what_has_not_started_when_asked_to_stop_is_left_out(database: Database, engine: sqlalchemy.Engine) -> None:
+    """Without its ledger row, version, or any other trace."""
+    once = uuid7()
+    batch = deliveries(
+        entry(id=once),
+        entry("renamed", {"name": "B"}, version=2),
+        entry("renamed", {"name": "A"}, version=1),
+        entry("renamed", {"name": "D"}, subject="B", version=2),
+        entry("renamed", {"name": "C"}, subject="B", version=1),
+        entry(id=once),
+        entry("noise"),
+        entry(data=b"{"),
+    )
+    processor, left = Processor(wallet(), engine), [None] * 5
+    assert processor.process(batch, lambda: True) == [*left, DUPLICATE, IGNORED, DEAD]
+    assert database.processed == {}
+    calls = iter([False, False])
+    assert processor.process(batch, lambda: next(calls, True)) == [
+        APPLIED,
+        APPLIED,
+        *left[2:],
+        DUPLICATE,
+        IGNORED,
+        DEAD,
+    ]
+    assert database.processed == {"applied": 2}
+    assert database.all("SELECT key, version FROM public.entity_versions WHERE version > 0") == [("A", 2)]
+    assert processor.process(batch[:5]) == [DUPLICATE, DUPLICATE, STALE, APPLIED, STALE]
+    assert database.all("SELECT name FROM public.accounts ORDER BY id") == ["B", "D"]
+
+
+def test_what_waits_is_left_waiting_when_asked_to_stop(database: Database, engine: sqlalchemy.Engine) -> None:
+    """Also for a handler that takes many at once."""
+    failing = True
+    consumer = Consumer("ledger", topics=[TOPIC])
+
+    @consumer.on_batch("credited")
+    def credit_all(events: Sequence[Envelope], session: Session) -> None:
+        if failing:
+            raise RuntimeError("not yet")
+        for event in events:
+            credit(event, session)
+
+    processor = Processor(consumer, engine)
+    assert processor.process(deliveries(entry(), entry()), lambda: True) == [None, None]
+    assert processor.process(deliveries(entry(), entry())) == [RETRY, RETRY]
+    failing = False
+    database.connection.execute("UPDATE public.message_failures SET next_attempt_at = now()")
+    for _ in range(3):
+        due, _ = processor.due(60, 10)
+        assert [row.starts for row in due] == [1, 1]
+        assert processor.process(due, lambda: True) == [None, None]
+        assert database.processed == {"waiting": 2}
+        processor.release(due)
+    assert processor.process(processor.due(60, 10)[0]) == [APPLIED, APPLIED]
+    assert database.processed == {"applied": 2}
+    assert database.one("SELECT count(*) FROM public.message_failures") == 0
 
 
 def test_an_event_counts_once_for_each_consumer_name(database: Database, engine: sqlalchemy.Engine) -> None:
@@ -223,9 +305,9 @@ def test_events_of_unknown_types_wait_for_a_handler(database: Database, start: C
     transport.add(TOPIC, entry("debited"))
     transport.add(TOPIC, entry())
     worker = start(wallet(), transport)
-    assert worker.run_once() == {RETRY: 1, APPLIED: 1}
-    assert transport.pending("ledger", TOPIC) == 1
-    assert database.processed == {"applied": 1}  # nothing says that the event was processed
+    assert worker.run_once() == {PARKED: 1, APPLIED: 1}
+    assert transport.pending("ledger", TOPIC) == 0
+    assert database.processed == {"applied": 1, "waiting": 1}
 
     newer = wallet()
     newer.on("debited")(credit)
@@ -256,11 +338,11 @@ def test_nothing_is_acknowledged_before_the_commit(database: Database, start: Ca
     assert transport.seen == [(2, 2, 2), (2, 4, 4), (1, 5, 5)]
 
 
-def test_o_21_a_handler_that_fails_leaves_its_event_pending(database: Database, start: Callable[..., Worker]) -> None:
+def test_o_21_an_event_whose_handler_fails_is_kept(database: Database, start: Callable[..., Worker]) -> None:
     failed: set[uuid.UUID] = set()
     counts: dict[uuid.UUID, int] = {}
     ids = [uuid7() for _ in range(5)]
-    consumer = Consumer("ledger", topics=[TOPIC])
+    consumer = Consumer("ledger", topics=[TOPIC], retry=SOON)
 
     @consumer.on("credited")
     def fails_first(event: Envelope, session: Session) -> None:
@@ -275,7 +357,7 @@ def test_o_21_a_handler_that_fails_leaves_its_event_pending(database: Database, 
     for event_id in ids:
         transport.add(TOPIC, entry(payload={"amount": "50.00"}, id=event_id))
     assert worker.run_once() == {APPLIED: 3, RETRY: 2}
-    assert (database.effects, transport.pending("ledger", TOPIC)) == (3, 2)
+    assert (database.effects, database.waiting) == (3, {"failed": 2})
     drain(worker, transport, deliveries=2)
     assert (database.balance, database.effects, database.processed) == (250, 5, {"applied": 5})
     assert failed == {ids[1], ids[3]}
@@ -458,7 +540,8 @@ def test_latest_forgets_the_version_of_a_handler_that_failed(database: Database,
     assert processor.process(batch) == [RETRY, APPLIED]  # 5 is not older than anything applied
     assert database.one("SELECT name FROM public.accounts") == "E"
     broken = False
-    assert processor.process(batch) == [APPLIED, DUPLICATE]
+    assert processor.process(batch) == [DUPLICATE, DUPLICATE]
+    assert again(processor, database) == [APPLIED]
     assert database.one("SELECT name FROM public.accounts") == "I"
 
 
@@ -551,9 +634,10 @@ def _misused(misuse: Callable[[Any], Any], raw: bool, database: Database, engine
     first = processor.process(batch)
     left = database.all("SELECT DISTINCT event_id::text FROM public.effects")
     assert sorted(left) == sorted(batch[n].fields[b"id"].decode() for n in (0, 2))
-    assert database.processed == {"applied": 2}
+    assert database.processed == {"applied": 2, "waiting": 1}
     once = False
-    assert processor.process(batch) == [DUPLICATE, APPLIED, DUPLICATE]
+    assert again(processor, database) == [APPLIED]
+    assert processor.process(batch) == [DUPLICATE] * 3
     assert database.effects == 3
     return first
 
@@ -625,7 +709,7 @@ def test_o_38_an_integrity_error_caught_without_a_savepoint_fails_that_event_onl
 
     outcomes, processed = _batch_of_ten(database, engine, handler)
     assert outcomes == [DUPLICATE] * 2 + [APPLIED] * 3 + [RETRY] + [APPLIED] * 3 + [DUPLICATE]
-    assert (database.effects, processed) == (9, {"applied": 9})
+    assert (database.effects, processed) == (9, {"applied": 9, "waiting": 1})
     assert "outside of session.begin_nested()" in caplog.text
     assert "current transaction is aborted" not in caplog.text
 
@@ -640,7 +724,7 @@ def test_o_38_and_if_it_goes_on_regardless(database: Database, engine: sqlalchem
 
     outcomes, processed = _batch_of_ten(database, engine, handler)
     assert outcomes == [DUPLICATE] * 2 + [APPLIED] * 3 + [RETRY] + [APPLIED] * 3 + [DUPLICATE]
-    assert (database.effects, processed) == (9, {"applied": 9})
+    assert (database.effects, processed) == (9, {"applied": 9, "waiting": 1})
 
 
 def event_with_amount(event: Envelope) -> Envelope:
@@ -661,7 +745,7 @@ def test_pending_changes_are_flushed_so_that_the_right_event_is_named(
     database.connection.execute("INSERT INTO public.names VALUES ('b')")
     batch = deliveries(*(entry("named", {"name": name}, subject=name) for name in "abc"))
     assert Processor(consumer, engine).process(batch) == [APPLIED, RETRY, APPLIED]
-    assert started == ["a", "b", "a", "b", "c"]  # the batch ended at b, not at its end
+    assert started == ["a", "b", "a", "c"]  # the batch ended at b, not at its end
     failed = [r for r in caplog.records if getattr(r, "action", "") == "handler_failed"]
     assert [r.event_id for r in failed] == [batch[1].fields[b"id"].decode()]  # type: ignore[attr-defined]
     assert database.all("SELECT name FROM public.names ORDER BY name") == ["a", "b", "c"]
@@ -681,7 +765,7 @@ def test_o_94_what_a_message_says_is_only_ever_a_value(database: Database, engin
         stream=TOPIC,
     )
     begun = time.monotonic()
-    assert Processor(consumer, engine).process(batch) == [APPLIED, DEAD, DEAD, RETRY]
+    assert Processor(consumer, engine).process(batch) == [APPLIED, DEAD, DEAD, PARKED]
     assert time.monotonic() - begun < 4
     assert database.one("SELECT id, name, version FROM public.accounts") == (nasty, nasty, 1)
     assert database.one("SELECT type, key, version FROM public.entity_versions") == (nasty, nasty, 1)

@@ -170,6 +170,35 @@ def test_dead_letters_are_counted_by_reason(bench: Bench) -> None:
     found = seen(bench, "dead-letters")
     assert found.level == "warning"
     assert found.what == "3 deliveries are put aside as dead letters (2 bad, 1 worse)"
+    assert found.do.endswith("consumer dead list ledger.")
+
+
+def test_events_that_wait_are_told_and_warned_of_when_they_are_many_late_or_old(bench: Bench) -> None:
+    assert seen(bench, "waiting-events").what == "no event waits for another try"
+
+    def wait(number: int, reason: str = "failed", failed: int = 0, due: int = -60) -> Finding:
+        """Failed first, and due, so many minutes ago."""
+        bench.db.execute("TRUNCATE public.message_failures")
+        bench.db.execute(
+            "INSERT INTO public.message_failures (consumer, stream, stream_id, topic, fields, reason, give_up_at, "
+            "first_failed_at, next_attempt_at) "
+            "SELECT c, 's', i::text, 's', '{}', %(reason)s, CASE WHEN %(reason)s <> 'failed' THEN now() END, "
+            "now() - make_interval(mins => %(failed)s), now() - make_interval(mins => %(due)s) "
+            "FROM generate_series(1, %(number)s) i, unnest(ARRAY['ledger', 'another']) c",
+            {"number": number, "reason": reason, "failed": failed, "due": due},
+        )
+        return seen(bench, "waiting-events")
+
+    assert (wait(3).level, wait(3).what) == ("ok", "3 events wait (3 failed)")
+    assert wait(999).level == "ok"
+    many = wait(1000, "gap")
+    assert many.level == "warning"
+    assert many.what.startswith("1,000 events wait (1,000 gap), the oldest has failed first ")
+    assert many.do == "See what they fail with: consumer waiting ledger."
+    assert wait(1, failed=59).level == "ok"
+    assert wait(1, failed=180).what.endswith("the oldest has failed first 3 h ago")
+    assert wait(1, due=4).level == "ok"
+    assert "one has been due for 6 min, and nobody has come to it" in wait(1, due=6).what
 
 
 def test_groups_and_what_the_relay_left(bench: Bench) -> None:
@@ -215,7 +244,18 @@ def test_a_topic_of_several_lanes(bench: Bench) -> None:
 def test_what_the_redis_user_may_not_do(bench: Bench, own_valkey: Callable[..., ValkeyServer]) -> None:
     server = own_valkey()
     with Bench(bench.database_url, server.url) as there:
-        rights = ("~*", "+xgroup", "+xack", "+xreadgroup", "+xpending", "+xclaim", "+xrange", "+hmget")
+        rights = (
+            "~*",
+            "+eval",
+            "+evalsha",
+            "+xgroup",
+            "+xack",
+            "+xreadgroup",
+            "+xpending",
+            "+xclaim",
+            "+xrange",
+            "+hmget",
+        )
         there.redis.execute_command("ACL", "SETUSER", "app", "on", ">pw", *rights)
         there.redis_url = server.url.replace("redis://", "redis://app:pw@")
         assert seen(there, "redis-rights").level == "ok"

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from redis._parsers import _HiredisParser, _RESP2Parser
 from redis.utils import HIREDIS_AVAILABLE
 
 from consumer import Consumer, Envelope, Order
+from consumer.ledger import Ledger
 from consumer.process import Outcome
 from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
@@ -41,7 +43,7 @@ from tests.catalog import existing_partitions
 from tests.integration.test_consumer import TABLES, TOPIC, credit, entry, wallet
 from tests.waiting import eventually
 
-APPLIED, DUPLICATE, STALE, IGNORED, DEAD, RETRY = Outcome
+APPLIED, DUPLICATE, STALE, IGNORED, DEAD, RETRY, PARKED, HELD = Outcome
 ROOT = Path(__file__).parents[2]
 
 
@@ -444,17 +446,19 @@ def test_o_55_names_of_two_hundred_restarts_do_not_pile_up(site: Site, monkeypat
 
 
 def test_o_55_a_name_stays_as_long_as_something_is_pending_for_it(site: Site) -> None:
-    site.add(entry("shipped"), entry())
+    held = entry()
+    site.add(held, entry())
     keeps = site.worker(wallet(), process_name="keeps")
-    assert keeps.run_once() == {RETRY: 1, APPLIED: 1}
-    keeps.close()
-    assert names(site) == {"keeps"}
-    newer = wallet()
-    newer.ignore("shipped")
-    worker = site.worker(newer, process_name="newer")
-    assert drain(worker, 1) == {IGNORED: 1}
+    with psycopg.connect(site.addresses["database_url"]) as frozen:
+        Ledger("ledger").claim(frozen, [uuid.UUID(held[b"id"].decode())])
+        assert keeps.run_once() == {HELD: 1, APPLIED: 1}
+        keeps.close()
+        assert names(site) == {"keeps"}
+        frozen.rollback()
+    worker = site.worker(wallet(), process_name="newer")
+    assert drain(worker, 1) == {APPLIED: 1}
     worker.close()
-    assert (site.effects, site.pending(), names(site)) == (1, 0, {"keeps"})
+    assert (site.effects, site.pending(), names(site)) == (2, 0, {"keeps"})
 
 
 def test_o_55_names_that_crashed_processes_left_go_when_they_are_long_idle(

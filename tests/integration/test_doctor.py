@@ -272,7 +272,7 @@ def test_a_role_that_may_not_look_into_the_consumers_schema(bench: Bench) -> Non
             assert status(settings, "theirs").batch == 0
             with bench.connect() as connection:
                 connection.execute(f"SET ROLE {role}")
-                assert Store().dead_letters(connection, "theirs") is None
+                assert Store().put_aside(connection, "theirs", "dead_letters") is None
                 assert Store().ledgers(connection, "theirs") is None
     finally:
         bench.db.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")

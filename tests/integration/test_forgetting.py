@@ -518,6 +518,7 @@ def test_a_consumer_that_is_gone_for_good_is_forgotten_by_command_only(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = Consumer("gone", topics=[TOPIC])
+    gone.ignore("credited")
     relay(bench)
     old_and_applied(bench, 40)
     bench.db.execute("DELETE FROM public.outbox")
@@ -599,6 +600,14 @@ def test_a_neighbour_forgets_nothing_that_our_outbox_keeps(bench: Bench) -> None
     assert consume(bench) == once
 
 
+def test_partitions_are_as_wide_and_as_many_as_the_settings_say(bench: Bench) -> None:
+    relay(bench)
+    consume(bench, ledger_partition_days=2, ledger_partitions_ahead=3)
+    made = [found for found in Ledger("ledger").partitions(bench.db) if not found.default]
+    assert [found.high - found.low for found in made] == [2 * DAY * 1000] * 4
+    assert 6 * DAY <= Ledger("ledger").seconds_ahead(bench.db) <= 8 * DAY
+
+
 # --- old ids -------------------------------------------------------------------------------------------------------------
 
 
@@ -627,6 +636,33 @@ def test_a_partition_that_is_held_holds_no_other(bench: Bench) -> None:
     assert names == [old[1], None]
     later = Store().now(bench.db)
     assert [some.drop_partition(bench.db, later) for _ in range(3)] == [old[0], old[2], None]
+
+
+def test_what_waits_is_not_forgotten_however_old(bench: Bench) -> None:
+    """Of a consumer that is away, say, while a neighbour forgets: its row in the ledger is what keeps it from a second effect."""
+    held, _ = make_partition(bench, 80, 71), make_partition(bench, 70, 61)
+    some, now, old = Ledger("ledger"), Store().now(bench.db), [aged_id(75), uuid.uuid4()]
+    for event_id, outcome in (
+        (old[0], "waiting"),
+        (old[1], "waiting"),
+        (aged_id(65), "applied"),
+        (uuid.uuid4(), "dead"),
+    ):
+        bench.db.execute(
+            "INSERT INTO public.processed_messages (consumer, event_id, outcome, processed_at) VALUES ('ledger', %s, %s, '2020-01-01')",
+            (event_id, outcome),
+        )
+    bench.db.execute(
+        "INSERT INTO public.message_failures (consumer, stream, stream_id, topic, event_id, fields, reason) "
+        "SELECT 'ledger', 's', '1-0', 's', unnest(%s::uuid[]), '{}', 'failed'",
+        (old,),
+    )
+    assert some.drop_partition(bench.db, now) != held
+    assert some.drop_partition(bench.db, now) is None
+    assert some.delete_old(bench.db, now, 10) == 1
+    assert {row[0] for row in bench.db.execute("SELECT event_id FROM public.processed_messages")} == set(old)
+    bench.db.execute("DELETE FROM public.message_failures")
+    assert some.drop_partition(bench.db, now) == held
 
 
 def test_looking_for_rows_processed_later_reads_pages_not_the_partition(bench: Bench) -> None:
@@ -663,3 +699,27 @@ def test_a_writer_into_an_old_partition_is_not_forgotten(bench: Bench) -> None:
         dropping.join()
     assert remembered(bench) == 1
     assert bench.one("SELECT tableoid::regclass::text FROM public.processed_messages") == busy
+
+
+def test_while_there_are_more_old_rows_they_are_not_left_for_a_minute(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("consumer.worker._DELETED", 10)
+    monkeypatch.setattr("consumer.worker._MORE_SECONDS", 0.0)
+    relay(bench)
+    old_and_applied(bench, 40)
+    bench.db.execute("DELETE FROM public.outbox")
+    for _ in range(2):
+        relay(bench)
+        consume(bench)
+        bench.db.execute("UPDATE public.consumer_retention SET begun_at = begun_at - interval '25 hours'")
+    bench.db.execute("""
+        INSERT INTO public.processed_messages (consumer, event_id, processed_at)
+        SELECT 'ledger', gen_random_uuid(), now() - interval '4000 days' FROM generate_series(1, 45)
+    """)
+    given = {"database_url": bench.database_url, "redis_url": bench.redis_url, "key_prefix": bench.prefix}
+    worker = Worker(ledger, ConsumerSettings(**given, block_seconds=0.01))  # type: ignore[arg-type]
+    for _ in range(6):
+        worker.run_once()
+    worker.close()
+    assert remembered(bench) == 0

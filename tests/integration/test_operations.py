@@ -127,6 +127,20 @@ def test_status_counts_dead_letters_where_the_consumers_tables_are_here(bench: B
         (GROUP, TOPIC),
     )
     assert dead() == {GROUP: 3, "other": 0}
+    bench.db.execute(
+        "INSERT INTO public.message_failures (consumer, stream, stream_id, topic, fields, reason) "
+        "SELECT 'other', %s, i || '-0', 't', '{}', 'failed' FROM generate_series(1, 2) i",
+        (TOPIC,),
+    )
+    ((*groups,),) = (stream.groups for stream in status(bench.settings()).streams)
+    assert {group.name: (group.waiting, group.dead) for group in groups} == {GROUP: (0, 3), "other": (2, 0)}
+    shown = command(bench, "status").stdout
+    assert re.search(
+        r"group other: .* ago, 2 wait for another try  last seen|group other: .* ago, 2 wait for another try$",
+        shown,
+        re.M,
+    )
+    assert re.search(rf"group {GROUP}: .* ago, 3 dead letters", shown)
     assert dead("elsewhere") == {GROUP: None, "other": None}
 
 

@@ -85,6 +85,20 @@ def test_missing_late_extra_and_dead(bench: Bench) -> None:
     assert shown(compared(bench, grace=3600)) == (100, 1, [], lost, [str(stranger)])
 
 
+def test_what_waits_for_another_try_is_neither_missing_nor_dead(bench: Bench) -> None:
+    ids = bench.write(10)
+    drain(bench.relay())
+    bench.consume()
+    bench.db.execute(
+        "UPDATE public.processed_messages SET outcome = 'waiting' WHERE event_id = ANY (%s::uuid[])", (ids[:3],)
+    )
+    report = compared(bench)
+    assert (shown(report), report.waiting) == ((10, 0, [], [], []), 3)
+    told = command(bench)
+    assert told.returncode == 0
+    assert told.stdout.splitlines()[1] == "3 of them wait for another try, see: consumer waiting ledger"
+
+
 def test_what_was_recorded_before_and_processed_after_is_not_extra(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +169,7 @@ def test_json_has_every_id(bench: Bench) -> None:
     assert command(bench, "--days", "1000000").returncode == 2, "there is no such date"
     found = json.loads(command(bench, "--json", "--grace", "0").stdout)
     assert found == {
-        "compared": 120, "dead": 0, "older": 0, "missing_count": 120, "late_count": 0, "extra_count": 0,
+        "compared": 120, "dead": 0, "waiting": 0, "older": 0, "missing_count": 120, "late_count": 0, "extra_count": 0,
         "missing": sorted(ids), "late": [], "extra": [],
     }  # fmt: skip
     found = json.loads(command(bench, "--json").stdout)

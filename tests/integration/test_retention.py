@@ -15,6 +15,7 @@ from outbox import record
 from outbox import schema as schemas
 from outbox.retention import Dropped, drop_old
 from outbox.store import BEGINNING, Batch, Store, Window
+from outbox.transport import ListTransport
 from tests.catalog import existing_partitions
 from tests.faults.chaos import TOPIC, Bench, drain
 from tests.waiting import eventually
@@ -102,6 +103,23 @@ def test_what_a_group_has_not_acknowledged_stays(bench: Bench) -> None:
     relay(bench)
     relay(bench)
     assert bench.one("SELECT min(position) FROM public.outbox") == 3000
+
+
+def test_what_waits_in_a_queue_that_no_consumer_has_opened_stays(bench: Bench) -> None:
+    """Redis would have the only copy."""
+    fill(bench, 2500)
+    bench.db.execute("UPDATE public.outbox SET topic = 'queue/mail', type = 'send'")
+    lists = ListTransport.from_url(bench.redis_url, prefix=bench.prefix)
+    relay(bench)
+    age(bench)
+    relay(bench)
+    assert bench.one("SELECT min(position) FROM public.outbox") < 1000
+    lists.open("mailer", ["queue/mail"])
+    while found := lists.read("mailer", "one", ["queue/mail"], 500, 0):
+        lists.ack("mailer", found)
+    relay(bench)
+    assert bench.one("SELECT min(position) FROM public.outbox") == 2000
+    lists.close()
 
 
 def test_what_is_not_published_stays(bench: Bench) -> None:

@@ -21,6 +21,7 @@ from consumer import Consumer, Envelope, Order
 from consumer.ledger import KEPT_BYTES, Connection, DeadLetter, Entity, Ledger
 from consumer.process import DatabaseUnavailable, Outcome, Processor
 from consumer.settings import ConsumerSettings
+from consumer.work import Work
 from consumer.worker import Worker
 from outbox import schema as schemas
 from outbox.envelope import uuid7
@@ -30,7 +31,7 @@ from tests.integration.test_consumer import TOPIC, Database, credit, deliveries,
 from tests.integration.test_consumer_failures import bad, errors, three
 from tests.waiting import eventually
 
-APPLIED, DUPLICATE, STALE, IGNORED, DEAD, RETRY = Outcome
+APPLIED, DUPLICATE, STALE, IGNORED, DEAD, RETRY, PARKED, HELD = Outcome
 
 
 def not_for_ever(url: str) -> str:
@@ -72,11 +73,9 @@ def test_what_a_frozen_process_holds_stops_nothing_else(
     processor = Processor(wallet(), engine, patience_seconds=0.1)
     with frozen(database.url) as (ledger, connection):
         ledger.claim(connection, [uuid.UUID(batch[1].fields[b"id"].decode())])
-        assert processor.process(batch) == [APPLIED, RETRY, APPLIED]
-        assert processor.waiting == [batch[1]]
+        assert processor.process(batch) == [APPLIED, HELD, APPLIED]
         assert processor.process(deliveries(entry(), first=9)) == [APPLIED]
-        assert processor.waiting == []
-        assert processor.process(batch[1:2]) == [RETRY]
+        assert processor.process(batch[1:2]) == [HELD]
         getattr(connection, end)()
     assert processor.process(batch[1:2]) == [DUPLICATE if end == "commit" else APPLIED]
     assert database.effects == (3 if end == "commit" else 4)
@@ -97,8 +96,7 @@ def test_a_version_that_a_frozen_process_holds_stops_no_other_key(
     )
     with frozen(database.url) as (ledger, connection):
         ledger.lock_versions(connection, [Entity(TOPIC, "renamed", "A")])
-        assert processor.process(batch) == [APPLIED, RETRY, APPLIED]
-        assert processor.waiting == [batch[1]]
+        assert processor.process(batch) == [APPLIED, HELD, APPLIED]
     assert processor.process(batch) == [DUPLICATE, APPLIED, DUPLICATE]
     assert errors(caplog) == []
 
@@ -109,8 +107,8 @@ def test_a_dead_letter_that_a_frozen_process_holds_stops_nothing_else(
     batch = deliveries(entry(), entry(data=b"{"), entry())
     processor = Processor(wallet(), engine, patience_seconds=0.1)
     with frozen(database.url) as (ledger, connection):
-        ledger.bury(connection, [DeadLetter(TOPIC, batch[1].receipt, None, "undecodable", "", batch[1].fields, 1)])
-        assert processor.process(batch) == [APPLIED, RETRY, APPLIED]
+        ledger.bury(connection, [DeadLetter(batch[1], None, "undecodable", "", 1)])
+        assert processor.process(batch) == [APPLIED, HELD, APPLIED]
     assert errors(caplog) == []
     assert processor.process(batch) == [DUPLICATE, DEAD, DUPLICATE]
 
@@ -122,7 +120,7 @@ def test_a_time_out_of_the_roles_that_is_shorter_than_our_patience(
     batch = three("credited")
     with frozen(database.url) as (ledger, connection):
         ledger.claim(connection, [uuid.UUID(batch[1].fields[b"id"].decode())])
-        assert Processor(wallet(), engine, patience_seconds=5).process(batch) == [APPLIED, RETRY, APPLIED]
+        assert Processor(wallet(), engine, patience_seconds=5).process(batch) == [APPLIED, HELD, APPLIED]
     assert errors(caplog) == []
     engine.dispose()
 
@@ -135,8 +133,57 @@ def test_hundreds_of_rows_of_a_frozen_process_are_not_waited_for_one_by_one(
     with frozen(database.url) as (ledger, connection):
         ledger.claim(connection, [uuid.UUID(delivery.fields[b"id"].decode()) for delivery in batch[:99]])
         began = time.monotonic()
-        assert processor.process(batch) == [RETRY] * 99 + [APPLIED]
+        assert processor.process(batch) == [HELD] * 99 + [APPLIED]
         assert time.monotonic() - began < 15  # and not 50
+
+
+def test_an_early_version_that_a_frozen_process_holds_stops_no_version_before_it(
+    database: Database, engine: sqlalchemy.Engine
+) -> None:
+    consumer = Consumer("ledger", topics=[TOPIC])
+    consumer.on("renamed", order=Order.NEXT)(rename)
+    processor = Processor(consumer, engine)
+    first, second, third = (entry("renamed", {"name": f"{n}"}, version=n) for n in (1, 2, 3))
+    assert processor.process(deliveries(second, third)) == [PARKED, PARKED]
+    database.let_go()
+    leased, _ = processor.due(60, 1)
+    with frozen(database.url) as (ledger, connection):
+        ledger.take(connection, leased)
+        assert processor.process(deliveries(first, first=9)) == [APPLIED]
+    assert processor.process(leased) == [APPLIED]
+    assert processor.process(processor.due(60, 10)[0]) == [APPLIED]
+    assert database.waiting == {}
+
+
+def test_what_a_frozen_process_holds_is_not_waited_for_when_it_is_given_back(
+    database: Database, engine: sqlalchemy.Engine
+) -> None:
+    processor = Processor(wallet(), engine)
+    assert processor.process(deliveries(entry("unknown"), entry("unknown"))) == [PARKED, PARKED]
+    database.let_go()
+    leased, _ = processor.due(60, 10)
+    with frozen(database.url) as (ledger, connection):
+        ledger.take(connection, leased[:1])
+        processor.release(leased)
+    assert [row.id for row in processor.due(60, 10)[0]] == [leased[1].id]
+
+
+def test_a_version_that_is_forgotten_before_it_is_locked_is_locked_anew(database: Database) -> None:
+    entity = Entity(TOPIC, "renamed", "A")
+
+    class Forgetting(psycopg.Connection[Any]):
+        statements = 0
+
+        def execute(self, *arguments: Any, **options: Any) -> Any:
+            self.statements += 1
+            if self.statements == 2:
+                database.connection.execute("DELETE FROM public.entity_versions")
+            return super().execute(*arguments, **options)
+
+    with frozen(database.url) as (ledger, connection):
+        ledger.lock_versions(connection, [entity])
+    with Forgetting.connect(database.url) as forgetting:
+        assert ledger.lock_versions(forgetting, [entity]) == {entity: None}
 
 
 def test_a_healthy_process_is_waited_for(database: Database, engine: sqlalchemy.Engine) -> None:
@@ -245,15 +292,15 @@ def test_an_event_that_ends_its_process_harms_its_neighbours_twice_at_most(
         deaths.append(event.delivery_count)
 
     consumer = bad(kill)
-    call = Processor._run
+    call = Work._call
 
-    def run(self: Processor, *arguments: Any) -> None:
+    def run(self: Work, *arguments: Any) -> None:
         before = len(deaths)
         call(self, *arguments)
         if len(deaths) > before:
             raise Died
 
-    monkeypatch.setattr(Processor, "_run", run)
+    monkeypatch.setattr(Work, "_call", run)
     for kind in ("credited", "bad", "credited", "credited"):
         transport.add(TOPIC, entry(kind))
     for number in (1, 2):
@@ -338,9 +385,10 @@ def test_waiting_for_a_handler_or_a_frozen_process_makes_no_suspects(
     with frozen(database.url) as (ledger, connection):
         ledger.claim(connection, [uuid.UUID(held[b"id"].decode())])
         rounds = [worker.run_once() for _ in range(30)]
-    assert sum(counts[RETRY] for counts in rounds) > 5
+    assert sum(counts[HELD] for counts in rounds) > 5
     counts = [state.count for state in transport._group("ledger", TOPIC).pending.values()]
-    assert counts == [1, 1]
+    assert counts == [1]
+    assert database.waiting == {"no_handler": 1}
 
 
 def test_what_a_frozen_process_holds_is_not_asked_for_all_the_time(
@@ -352,10 +400,27 @@ def test_what_a_frozen_process_holds_is_not_asked_for_all_the_time(
     worker = start(wallet(), transport)
     with frozen(database.url) as (ledger, connection):
         ledger.claim(connection, [uuid.UUID(held[b"id"].decode())])
-        assert worker.run_once() == {RETRY: 1}
+        assert worker.run_once() == {HELD: 1}
         assert [worker.run_once() for _ in range(20)] == [{}] * 20
         transport.add(TOPIC, entry())
         assert worker.run_once() == {APPLIED: 1}
+
+
+def test_what_waits_and_a_frozen_process_holds_is_not_tried_all_the_time(
+    database: Database, start: Callable[..., Worker]
+) -> None:
+    transport = MemoryTransport()
+    consumer = wallet()
+    worker = start(consumer, transport, check_seconds=2)
+    transport.add(TOPIC, entry("renamed at last", {"name": "new"}, version=1))
+    assert worker.run_once() == {PARKED: 1}
+    consumer.on("renamed at last", order=Order.LATEST)(rename)
+    with frozen(database.url) as (ledger, connection):
+        ledger.lock_versions(connection, [Entity(TOPIC, "renamed at last", "A")])
+        database.let_go()
+        eventually(lambda: worker.run_once() == {HELD: 1})
+        assert [worker.run_once() for _ in range(10)] == [{}] * 10
+    eventually(lambda: worker.run_once() == {APPLIED: 1})
 
 
 # --- what handlers raise -----------------------------------------------------------------------------------------------
@@ -386,7 +451,7 @@ def test_whatever_a_handler_raises_is_a_failure_of_its_event(
 
     assert Processor(bad(handler, raw=raw), engine).process(three()) == [APPLIED, RETRY, APPLIED]
     assert errors(caplog) == ["handler_failed"]
-    assert (database.effects, database.processed) == (2, {"applied": 2})
+    assert (database.effects, database.processed) == (2, {"applied": 2, "waiting": 1})
 
 
 def test_ctrl_c_is_no_failure(database: Database, engine: sqlalchemy.Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -429,7 +494,7 @@ def test_a_handler_that_ends_its_connection_has_failed(
     processor = Processor(bad(lambda event, session: ending(session)), engine)
     assert processor.process(three()) == [APPLIED, RETRY, APPLIED]
     assert errors(caplog) == ["handler_failed"]
-    assert (database.effects, database.processed) == (2, {"applied": 2})
+    assert (database.effects, database.processed) == (2, {"applied": 2, "waiting": 1})
     assert processor.process(three("credited")) == [APPLIED] * 3
 
 
@@ -497,16 +562,12 @@ def test_what_a_handler_leaves_on_its_connection_stops_nobody_for_long(
         database.connection.execute(f"DROP ROLE {role}")
 
 
-def test_a_time_out_that_one_handler_leaves_costs_another_one_try(
-    database: Database, engine: sqlalchemy.Engine
-) -> None:
+def test_a_time_out_that_one_handler_leaves_costs_another_no_try(database: Database, engine: sqlalchemy.Engine) -> None:
     consumer = bad(lambda event, session: session.execute(text("SET statement_timeout = '100ms'")))
     consumer.on("slow")(lambda event, session: session.execute(text("SELECT pg_sleep(0.3)")))
     processor = Processor(consumer, engine)
     assert processor.process(deliveries(entry("bad"))) == [APPLIED]
-    slow = deliveries(entry("slow"))
-    assert processor.process(slow) == [RETRY]
-    assert processor.process(slow) == [APPLIED]
+    assert processor.process(deliveries(entry("slow"))) == [APPLIED]
 
 
 def test_a_handler_that_makes_its_transaction_read_only_is_no_outage(
@@ -563,9 +624,18 @@ def test_an_entry_that_is_not_huge_is_put_aside_whole(database: Database, engine
     assert "only the beginning" not in error
 
 
-def test_a_huge_event_without_a_version_is_put_aside_too(database: Database, engine: sqlalchemy.Engine) -> None:
+def test_a_huge_event_is_put_aside_whole(
+    database: Database, engine: sqlalchemy.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it can be processed again; unless it is larger than what can be handled well."""
     consumer = wallet()
     consumer.on("moved", order=Order.LATEST)(rename)
-    batch = deliveries(entry("moved", {"name": "x" * 2_000_000}))
-    assert Processor(consumer, engine).process(batch) == [DEAD]
-    assert "only the beginning" in database.one("SELECT error FROM public.dead_letters")
+    batch = deliveries(*(entry("moved", {"name": "x" * 2_000_000}) for _ in range(2)))
+    processor = Processor(consumer, engine)
+    assert processor.process(batch[:1]) == [DEAD]
+    monkeypatch.setattr("consumer.ledger.LARGEST_BYTES", 1_000_000)
+    assert processor.process(batch[1:]) == [DEAD]
+    (whole, first), (cut, second) = database.all("SELECT cut, error FROM public.dead_letters ORDER BY id")
+    assert (whole, cut) == (False, True)
+    assert ["only the beginning" in error for error in (first, second)] == [False, True]
+    assert database.all("SELECT fields FROM public.dead_letters ORDER BY id")[0][1::2] == [*batch[0].fields.values()]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 import psycopg
 import pytest
@@ -40,16 +38,12 @@ class Account(Base):
 
 
 @pytest.fixture(scope="module")
-def _module_url(postgres_url: str, _migrated_template: str) -> Iterator[str]:
-    """One migrated database for the module: to clone one for each of its tests takes longer than the tests."""
-    name = f"test_{secrets.token_hex(6)}"
-    with psycopg.connect(postgres_url, autocommit=True) as server:
-        server.execute(f"CREATE DATABASE {name} TEMPLATE {_migrated_template}")
-        url = urlsplit(postgres_url)._replace(path=f"/{name}").geturl()
-        with psycopg.connect(url) as connection:
-            connection.execute("CREATE TABLE accounts (id text PRIMARY KEY, balance int NOT NULL)")
-        yield url
-        server.execute(f"DROP DATABASE {name} WITH (FORCE)")
+def _module_url(new_database_url: Callable[[], str]) -> str:
+    """One database for the module: to clone one for each of its tests takes longer than the tests."""
+    url = new_database_url()
+    with psycopg.connect(url) as connection:
+        connection.execute("CREATE TABLE accounts (id text PRIMARY KEY, balance int NOT NULL)")
+    return url
 
 
 @pytest.fixture
@@ -248,6 +242,31 @@ async def test_many_events_keep_their_order_and_their_transaction(doing: Doing, 
 
 
 @on_every_kind
+async def test_an_id_without_an_instant_gets_the_time_of_recording(doing: Doing, url: str) -> None:
+    """A UUIDv7 says when it was made; for one that is derived or random the writer's clock does."""
+    before, given = datetime.now(UTC), datetime(2026, 1, 2, tzinfo=UTC)
+    ids = [uuid.uuid4(), uuid.uuid5(uuid.NAMESPACE_URL, "a")]
+    await doing.record(event(), *(event(id=one) for one in ids), event(id=uuid.uuid4(), time=given))
+    await doing.commit()
+    with_instant, *(times), own = [time for (time,) in rows(url, "time")]
+    assert (with_instant, own) == (None, given)
+    assert len(times) == 2
+    assert all(before <= time <= datetime.now(UTC) for time in times)
+
+
+@on_every_kind
+async def test_two_events_of_one_id_are_refused_in_one_call(doing: Doing, url: str) -> None:
+    """Consumers would take the second for the first again, and it would be lost without a word."""
+    one = event(1)
+    with pytest.raises(InvalidEvent, match=f"id: two events of one call have {one.id}") as refused:
+        await doing.record(one, event(2), event(3, id=one.id))
+    assert refused.value.field == "id"
+    await doing.record(one)
+    await doing.commit()
+    assert len(rows(url)) == 1
+
+
+@on_every_kind
 async def test_a_refusal_leaves_the_transaction_usable(doing: Doing, url: str) -> None:
     await doing.execute(CREDIT.format(50))
     with pytest.raises(InvalidEvent, match="payload: has 101 bytes, more than the limit of 100"):
@@ -325,6 +344,27 @@ def test_an_async_session_is_flushed_before_the_insert_too(url: str) -> None:
 
     assert asyncio.run(run()) == ["INSERT", "INSERT"]
     assert len(rows(url)) == 2
+
+
+def test_an_async_session_over_a_sync_connection_records_on_that_connection(url: str) -> None:
+    """As one that an async handler is given: the consumer's own connection is not asynchronous."""
+    engine = sa.create_engine(dialect(url), poolclass=NullPool)
+
+    async def run(connection: sa.Connection) -> None:
+        async with AsyncSession() as session:
+            session.sync_session.bind = connection
+            session.add(Account(id="B", balance=1))
+            await record_async(session, event())
+            await session.commit()  # of the session: the transaction of the connection goes on
+
+    with engine.connect() as connection, connection.begin() as transaction:
+        asyncio.run(run(connection))
+        transaction.rollback()
+    assert rows(url) == []
+    with engine.begin() as connection:
+        asyncio.run(run(connection))
+    assert len(rows(url)) == 1
+    engine.dispose()
 
 
 class _Counting(psycopg.Cursor[Any]):

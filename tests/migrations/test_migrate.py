@@ -326,6 +326,26 @@ def test_o_75_a_migration_killed_midway_leaves_nothing_and_can_be_run_again(empt
         assert connection.execute("SELECT count(*) FROM pg_index WHERE NOT indisvalid").fetchone() == (0,)
 
 
+def test_dead_letters_of_before_keep_what_they_were(empty_database_url: str) -> None:
+    """Such as were cut only said so in their text; they must not be requeued."""
+    config = schema._config("consumer", "public")
+    with schema.engine(empty_database_url, "test", poolclass=NullPool).begin() as opened:
+        config.attributes["connection"] = opened
+        alembic.command.upgrade(config, "consumer_0003")
+    with psycopg.connect(empty_database_url) as connection:
+        for number, error in enumerate(
+            ["id: is missing", "id: is missing; only the beginning of its 2000000 bytes is kept"]
+        ):
+            connection.execute(
+                "INSERT INTO dead_letters (consumer, stream, stream_id, reason, error, fields) "
+                "VALUES ('c', 's', %s, 'undecodable', %s, '{}')",
+                (f"{number}-0", error),
+            )
+    schema.upgrade(empty_database_url, "consumer")
+    with psycopg.connect(empty_database_url) as connection:
+        assert connection.execute("SELECT cut FROM dead_letters ORDER BY id").fetchall() == [(False,), (True,)]
+
+
 # --- partitions ---------------------------------------------------------------------------------------------
 
 
@@ -367,7 +387,8 @@ def test_rows_of_the_default_partition_are_moved_as_they_are(database: psycopg.C
     record_many = Writer()
     for n in range(3):
         with database.transaction():
-            record_many.record(database, *[Event(topic="a", type="b", payload=n, headers={"a": "b"})] * 400)
+            events = [Event(topic="a", type="b", payload=n, headers={"a": "b"}) for _ in range(400)]
+            record_many.record(database, *events)
     rows = database.execute("SELECT * FROM outbox ORDER BY position").fetchall()
     assert Store().make_partitions(database, 1000, 1) == 3
     assert placed(database) == {"outbox_0_1000": 999, "outbox_1000_2000": 201}

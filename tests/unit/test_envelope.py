@@ -27,6 +27,7 @@ from outbox.envelope import (
     RESERVED,
     Envelope,
     Event,
+    Job,
     check_topic,
     decode,
     decode_json,
@@ -47,7 +48,7 @@ def event(**fields: Any) -> Event:
 def as_row(recorded: Event) -> tuple[Any, ...]:
     """The event as the relay reads it from the outbox (`outbox.envelope.ROW`)."""
     when = recorded.time and recorded.time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ").rjust(27, "0")
-    headers = json.dumps(recorded.headers) if recorded.headers else None
+    headers = json.dumps(recorded.all_headers) if recorded.all_headers else None
     return (
         recorded.data, str(recorded.id), recorded.type, recorded.key,
         None if recorded.version is None else str(recorded.version), recorded.content_type, when, recorded.source, headers,
@@ -114,6 +115,7 @@ REFUSALS = [
     ("payload", {"payload": b"{", "content_type": JSON}, "not the JSON"),
     ("payload", {"payload": b"\xff", "content_type": "application/vnd.x+json"}, "not the JSON"),
     ("payload", {"payload": b"NaN", "content_type": JSON}, "not the JSON"),
+    ("payload", {"payload": b"[-1e400]", "content_type": JSON}, "a number is too large for a float"),
     ("payload", {"payload": b"[" * 100_000 + b"]" * 100_000, "content_type": JSON}, "not the JSON"),
     ("payload", {"payload": object()}, "no JSON form"),
     ("payload.a[1]", {"payload": {"a": [1, {2}]}}, "no JSON form"),
@@ -407,6 +409,25 @@ def test_the_time_of_a_version_7_id_stands_in_for_a_missing_one() -> None:
     assert received(event(id=uuid.uuid4())).time is None
 
 
+def test_a_derived_id_is_the_same_every_time_and_another_for_another_name() -> None:
+    one = received(event(id=uuid.UUID("0198f000-0000-7000-8000-000000000001")))
+    # An independent implementation: SHA-1 of the id's bytes and the name, with version and variant set.
+    digest = bytearray(hashlib.sha1(one.id.bytes + "receipt é".encode()).digest()[:16])
+    digest[6], digest[8] = digest[6] & 0x0F | 0x50, digest[8] & 0x3F | 0x80
+    assert one.derived_id("receipt é") == uuid.UUID(bytes=bytes(digest))
+    assert one.derived_id("receipt é").version == 5
+    others = {one.derived_id("receipt"), one.derived_id("Receipt"), received(event()).derived_id("receipt é")}
+    assert one.derived_id("receipt é") not in others
+    assert len(others) == 3
+
+
+@pytest.mark.parametrize("name", ["", "a\x00", "\ud800", "x" * 201, 7, None])
+def test_a_name_that_nothing_can_be_derived_by_is_refused(name: Any) -> None:
+    with pytest.raises(InvalidEvent, match="^name: must ") as refused:
+        received(event()).derived_id(name)
+    assert refused.value.field == "name"
+
+
 def test_ids_are_made_once_and_differ() -> None:
     one, two = event(), event()
     assert one.id.version == 7
@@ -435,6 +456,7 @@ def test_unknown_fields_are_headers_and_the_relays_own_are_not() -> None:
         ("data", {b"data": b""}),
         ("data", {b"data": b"\xff\xfe\x00\x80"}),
         ("data", {b"data": b"NaN"}),
+        ("data", {b"data": b"1e400"}),
         ("data", {b"data": b"[" * 100_000}),
         ("data", {b"data": b"1" * 5000}),
         ("version", {b"version": b"-1"}),
@@ -475,6 +497,102 @@ def test_decoding_is_strict() -> None:
     for data in (b"NaN", b"Infinity", b"-Infinity", b"{'a': 1}", b"\xef\xbb\xbf1", b"1 2", b""):
         with pytest.raises(ValueError):  # noqa: PT011 - JSONDecodeError, UnicodeDecodeError and our own: all of them
             decode_json(data)
+
+
+def test_o_67_no_number_becomes_infinite_on_the_way() -> None:
+    """Python's json makes inf of it, which a numeric column takes, and every sum with it."""
+    for data in (b"1e400", b'{"a": [-1e309]}', b"1" * 400 + b".5"):
+        with pytest.raises(ValueError, match="too large for a float"):
+            decode_json(data)
+    assert decode_json(b"[1e308, 1e-400, -0.0, 1.5]") == [1e308, 0.0, 0.0, 1.5]
+
+
+# --- jobs ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_an_event_whose_topic_is_its_queue() -> None:
+    job = Job(queue="mail.v2", type="send", payload={"a": 1}, key="A", headers={"tenant": "t1"})
+    assert isinstance(job, Event)
+    assert (job.topic, job.data, job.all_headers) == ("queue/mail.v2", b'{"a":1}', {"tenant": "t1"})
+    got = decode(job.topic, entry(job))
+    assert (got.payload, got.key, got.headers, got.run_at) == ({"a": 1}, "A", {"tenant": "t1"}, None)
+
+
+def test_what_a_job_asks_for_is_on_the_wire_and_in_no_header() -> None:
+    at = datetime(2026, 7, 1, 14, 30, 0, 7, timezone(timedelta(hours=3)))
+    job = Job(queue="mail", type="send", payload=None, run_at=at, priority="high", lifo=True, headers={"tenant": "t1"})
+    fields = entry(job)
+    assert {name: fields[name] for name in (b"runat", b"priority", b"lifo")} == {
+        b"runat": b"2026-07-01T11:30:00.000007Z", b"priority": b"high", b"lifo": b"1",
+    }  # fmt: skip
+    got = decode("queue/mail", fields)
+    assert (got.headers, got.run_at) == ({"tenant": "t1"}, at)
+    assert decode("mail", fields).headers == {
+        "tenant": "t1",
+        **{n.decode(): fields[n].decode() for n in list(fields)[-3:]},
+    }
+    again = dataclasses.replace(job, priority="normal", lifo=False)
+    assert again.all_headers == {"tenant": "t1", "runat": "2026-07-01T11:30:00.000007Z"}
+
+
+def test_a_pause_counts_from_now() -> None:
+    before = datetime.now(UTC)
+    job = Job(queue="mail", type="send", payload=None, run_at=timedelta(minutes=5))
+    assert isinstance(job.run_at, datetime)
+    assert before <= job.run_at - timedelta(minutes=5) <= datetime.now(UTC)
+
+
+@pytest.mark.parametrize(
+    ("field", "broken", "rule"),
+    [
+        ("queue", {"queue": "a/b"}, "must match"),
+        ("queue", {"queue": "a:processing"}, "must match"),
+        ("queue", {"queue": "x" * 101}, "must match"),
+        ("queue", {"queue": None}, "must match"),
+        ("run_at", {"run_at": NAIVE}, "time zone"),
+        ("run_at", {"run_at": date(2026, 1, 1)}, "must be a datetime or a timedelta, is date"),
+        ("run_at", {"run_at": 5}, "must be a datetime or a timedelta, is int"),
+        ("run_at", {"run_at": timedelta(seconds=-1)}, "must not lie before now"),
+        ("run_at", {"run_at": timedelta.max}, "between the years 1 and 9999"),
+        ("run_at", {"run_at": datetime.max.replace(tzinfo=timezone(timedelta(hours=-5)))}, "between the years"),
+        ("priority", {"priority": "urgent"}, "must be high, normal or low"),
+        ("priority", {"priority": ["high"]}, "must be high, normal or low"),
+        ("lifo", {"lifo": 1}, "must be True or False"),
+        ("headers.runat", {"headers": {"runat": "2026"}}, "outbox.Job has a field"),
+        ("payload", {"payload": math.nan}, "nan"),
+    ],
+)
+def test_o_71_a_jobs_broken_rule_is_refused_and_names_field_and_rule(
+    field: str, broken: dict[str, Any], rule: str
+) -> None:
+    with pytest.raises(InvalidEvent, match=rule) as caught:
+        Job(**{"queue": "mail", "type": "send", "payload": 1, **broken})
+    assert caught.value.field == field
+
+
+def test_a_jobs_headers_are_reserved_in_queues_only() -> None:
+    headers = {"priority": "1", "lifo": "x", "runat": "never"}
+    assert decode("mail", entry(event(topic="mail", headers=headers))).headers == headers
+    for name in headers:
+        with pytest.raises(InvalidEvent, match=rf"headers\.{name}"):
+            event(topic="queue/mail", headers={name: "high"})
+    with pytest.raises(InvalidEvent, match="of a queue must be queue/ and a name"):
+        event(topic="queue/a/b")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"soon", b"2026-01-01T00:00:00", b"\xff",
+        # Python reads these, and the queue does not: they would have run at once, however late they are for.
+        b"2030-01-31T09:00Z", b"20300131T090000Z", b"2030-W05-4T09:00:00Z", b"2030-01-31T09:00:00,5Z",
+        b"2030-01-31_09:00:00Z", b"2030-01-31T09:00:00+05:30:15",
+    ],
+)  # fmt: skip
+def test_o_64_a_job_whose_time_is_none_is_undecodable(text: bytes) -> None:
+    fields = entry(Job(queue="mail", type="send", payload=1)) | {b"runat": text}
+    with pytest.raises(UndecodableEntry, match="runat"):
+        decode("queue/mail", fields)
 
 
 # --- nothing that runs code ---------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from consumer import Consumer, Order
+from consumer import Consumer, Order, handlers
 from consumer.cli import load
+from consumer.handlers import Registered
 from outbox.errors import SettingsError
 
 
@@ -52,6 +53,48 @@ def test_one_string_is_not_a_list_of_topics() -> None:
 def test_a_consumer_without_topics_is_refused() -> None:
     with pytest.raises(SettingsError, match="at least one topic"):
         Consumer("wallet", topics=[])
+
+
+def test_queues_are_topics_of_their_own() -> None:
+    mailer = Consumer("mailer", queues=["mail", "sms.v2", "mail"])
+    assert mailer.topics == ("queue/mail", "queue/sms.v2")
+    assert mailer.has_queues
+    assert not Consumer("wallet", topics=["mail"]).has_queues
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ({"queues": "mail"}, "queues: must be a list of queues, not one string"),
+        ({"queues": ["mail"], "topics": ["payments"]}, "topics or queues, not both"),
+        ({"queues": []}, "at least one topic or queue"),
+        ({"topics": ["queue/mail"]}, "topics: one is a queue's; say queues="),
+        *[
+            ({"queues": [name]}, "queues: one of a queue must be queue/ and a name that matches")
+            for name in ("a/b", "queue/mail", "")
+        ],
+        *[({"queues": [name]}, "queues: one must match") for name in ("a:processing", "b{x}", " ", "a\n", "x" * 201)],
+    ],
+)
+def test_o_90_queues_that_cannot_be_used(arguments: dict[str, Any], rule: str) -> None:
+    """Nothing in a queue's name can make it a part of another queue's keys."""
+    with pytest.raises(SettingsError, match=rule):
+        Consumer("mailer", **arguments)
+
+
+def test_jobs_have_handlers_of_their_own() -> None:
+    mailer, wallet = Consumer("mailer", queues=["mail"]), Consumer("wallet", topics=["payments"])
+    mailer.job("send", timeout_seconds=5)(nothing)
+    registered = mailer.handler("send")
+    assert registered
+    assert (registered.function, registered.order, registered.timeout_seconds) == (nothing, Order.ANY, 5)
+    with pytest.raises(SettingsError, match="'send' has a handler already"):
+        mailer.job("send")(nothing)
+    for register in (mailer.on, mailer.on_batch):
+        with pytest.raises(SettingsError, match="is for consumers of topics, job for those of queues"):
+            register("send")
+    with pytest.raises(SettingsError, match="job is for consumers of queues, on and on_batch for those of topics"):
+        wallet.job("send")
 
 
 @pytest.mark.parametrize("topic", ["", "a b", "a:0", "{a}", 7, None])
@@ -120,7 +163,7 @@ def test_types_that_cannot_be_used(wallet: Consumer, kind: Any) -> None:
 
 
 async def asynchronous(event: Any, session: Any) -> None:
-    """Calling it does nothing."""
+    """Runs on the loop of its thread."""
 
 
 def generator(event: Any, session: Any) -> Iterator[None]:
@@ -129,6 +172,11 @@ def generator(event: Any, session: Any) -> Iterator[None]:
 
 async def asynchronous_generator(event: Any, session: Any) -> Any:
     yield
+
+
+class Generator:
+    def __call__(self, event: Any, session: Any) -> Iterator[None]:
+        yield
 
 
 class Asynchronous:
@@ -140,21 +188,87 @@ class Asynchronous:
 
 
 @pytest.mark.parametrize(
-    "handler",
-    [
-        asynchronous, generator, asynchronous_generator, Asynchronous(), Asynchronous().method,
-        functools.partial(asynchronous, None),
-    ],
-)  # fmt: skip
+    "handler", [generator, asynchronous_generator, Generator(), functools.partial(generator, session=None)]
+)
 def test_handlers_whose_body_would_never_run_are_refused(wallet: Consumer, handler: Any) -> None:
-    with pytest.raises(SettingsError, match="'paid' is async or a generator"):
+    with pytest.raises(SettingsError, match="consumer wallet: the handler of 'paid', .* is a generator"):
         wallet.on("paid")(handler)
     assert wallet.handler("paid") is None
 
 
+@pytest.mark.parametrize(
+    ("handler", "expected"),
+    [
+        (nothing, False), (lambda event, session: asynchronous(event, session), False), (asynchronous, True),
+        (Asynchronous(), True), (Asynchronous().method, True), (functools.partial(asynchronous), True),
+    ],
+)  # fmt: skip
+def test_async_handlers_are_recognised(wallet: Consumer, handler: Any, expected: bool) -> None:
+    wallet.on("paid")(handler)
+    wallet.on_batch("paid.too")(handler)
+    assert [registered(wallet, kind).asynchronous for kind in ("paid", "paid.too")] == [expected, expected]
+
+
+def test_async_handlers_are_not_raw(wallet: Consumer) -> None:
+    with pytest.raises(SettingsError, match="asynchronous, is async, and cannot be raw"):
+        wallet.on("paid", raw=True)(asynchronous)
+
+
+def test_async_handlers_need_greenlet(wallet: Consumer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "find_spec", lambda name: None)
+    wallet.on("paid")(nothing)
+    with pytest.raises(SettingsError, match=r"'refunded', asynchronous, is async: that needs greenlet \(pip install"):
+        wallet.on("refunded")(asynchronous)
+
+
+def takes_one(event: Any) -> None: ...
+def takes_none() -> None: ...
+def takes_three(event: Any, session: Any, more: Any) -> None: ...
+def by_keyword(event: Any, *, session: Any) -> None: ...
+def takes_any(*arguments: Any) -> None: ...
+def takes_more(event: Any, session: Any, more: int = 0, *, further: int = 0) -> None: ...
+
+
+@pytest.mark.parametrize("handler", [takes_one, takes_none, takes_three, by_keyword, Asynchronous.method])
+def test_handlers_take_two_positional_arguments(wallet: Consumer, handler: Any) -> None:
+    with pytest.raises(SettingsError, match=r"the handler of 'paid', .*must take two positional arguments, \(event, "):
+        wallet.on("paid")(handler)
+    with pytest.raises(SettingsError, match=r"must take two positional arguments, \(events, session\)"):
+        wallet.on_batch("paid")(handler)
+
+
+def test_what_cannot_be_called_is_no_handler(wallet: Consumer) -> None:
+    with pytest.raises(SettingsError, match="the handler of 'paid', 7, cannot be called"):
+        wallet.on("paid")(7)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("handler", [takes_any, takes_more, functools.partial(takes_three, more=1), max, print])
+def test_handlers_may_take_more_if_they_need_not(wallet: Consumer, handler: Any) -> None:
+    assert wallet.on("paid")(handler) is handler
+
+
+@pytest.mark.parametrize("seconds", [0, -1, 86_401, float("nan"), float("inf"), "5"])
+def test_time_outs_that_cannot_be_used(wallet: Consumer, seconds: Any) -> None:
+    for register in (wallet.on, wallet.on_batch):
+        with pytest.raises(SettingsError, match=r"timeout_seconds must be more than 0 and at most a day"):
+            register("paid", timeout_seconds=seconds)
+
+
+def test_time_outs_are_kept(wallet: Consumer) -> None:
+    wallet.on("paid", timeout_seconds=0.5)(nothing)
+    wallet.on("refunded")(nothing)
+    assert [registered(wallet, kind).timeout_seconds for kind in ("paid", "refunded")] == [0.5, None]
+
+
+def registered(consumer: Consumer, kind: str) -> Registered:
+    found = consumer.handler(kind)
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize("order", ["latest", "LATEST", None, True])
 def test_order_is_an_order(wallet: Consumer, order: Any) -> None:
-    with pytest.raises(SettingsError, match=r"must be Order\.ANY or Order\.LATEST, is "):
+    with pytest.raises(SettingsError, match=r"must be Order.ANY, Order.LATEST or Order.NEXT, is "):
         wallet.on("paid", order=order)
 
 
@@ -205,6 +319,7 @@ def test_load_refuses_relative_modules(project: Path, target: str) -> None:
     ("code", "says"),
     [
         ("", "has no Consumer 'wallet'$"),
+        ("import consumer; shop = consumer.Consumer('s', topics=['t'])", "has no Consumer 'wallet'; 'shop' is one$"),
         ("wallet = 'text'", "has no Consumer 'wallet', it is a str"),
         ("from consumer import Consumer as wallet", "has no Consumer 'wallet', it is a type"),
         ("def wallet(): ...", "has no Consumer 'wallet', it is a function"),

@@ -64,6 +64,7 @@ def settings(**values: Any) -> RelaySettings:
         ({"lanes": "payments=0"}, "OUTBOX_LANES", "1 to 1024"),
         ({"lanes": {"payments": 1025}}, "OUTBOX_LANES", "1 to 1024"),
         ({"lanes": {"pay:ments": 2}}, "OUTBOX_LANES", "topic"),
+        ({"lanes": "queue/mail=2"}, "OUTBOX_LANES", "a queue has no lanes"),
         ({"database_url": "mysql://x"}, "DATABASE_URL", "PostgreSQL address"),
         ({"redis_url": "http://x"}, "REDIS_URL", "Redis address"),
         ({"nonsense": 1}, "nonsense", "not permitted"),

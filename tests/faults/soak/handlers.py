@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from consumer import Consumer, Envelope, Order
+from consumer import Consumer, Envelope, Order, Retry
 from consumer.handlers import Handler
 from tests.faults.chaos import TOPIC
 
@@ -19,6 +21,15 @@ TABLES = """
 """
 
 
+#: So many of a handler's calls fail, after their effect.
+FAILING = 0.02
+
+
+def now_and_then() -> None:
+    if random.random() < FAILING:
+        raise RuntimeError("now and then")
+
+
 def credit(event: Envelope, session: Session) -> None:
     note_effect(event, session)
     session.execute(
@@ -28,6 +39,7 @@ def credit(event: Envelope, session: Session) -> None:
         ),
         {"key": event.key, "amount": event.payload["amount"]},
     )
+    now_and_then()
 
 
 def note_effect(event: Envelope, session: Session) -> None:
@@ -47,10 +59,11 @@ def limit(event: Envelope, session: Session) -> None:
         ),
         {"key": event.key, "version": event.version},
     )
+    now_and_then()
 
 
 def consumer(credit: Handler = credit) -> Consumer:
-    made = Consumer("ledger", topics=[TOPIC])
+    made = Consumer("ledger", topics=[TOPIC], retry=Retry(attempts=1000, first_seconds=0.2, longest_seconds=1))
     made.on("credited")(credit)
     made.on("limited", order=Order.LATEST)(limit)
     return made

@@ -20,7 +20,17 @@ from tests.waiting import eventually
 #: Of the outbox, that this query has none: events that the consumer has not processed.
 UNPROCESSED = """
     SELECT count(*) FROM public.outbox o WHERE topic = %s AND NOT EXISTS (
-        SELECT FROM public.processed_messages p WHERE p.consumer = 'ledger' AND p.event_id = o.event_id)
+        SELECT FROM public.processed_messages p WHERE p.consumer = 'ledger' AND p.event_id = o.event_id AND p.outcome <> 'waiting')
+"""
+#: What waits, to see why.
+WAITING = """
+    SELECT reason, attempts, tries, starts, lease IS NULL, count(*), min(next_attempt_at - now())::text
+    FROM public.message_failures GROUP BY 1, 2, 3, 4, 5 ORDER BY 6 DESC LIMIT 10
+"""
+LEFT = """
+    SELECT p.outcome, o.type, count(*), min(p.processed_at)::text, max(p.processed_at)::text, min(o.event_id::text), now()::text
+    FROM public.outbox o LEFT JOIN public.processed_messages p ON p.consumer = 'ledger' AND p.event_id = o.event_id
+    WHERE o.topic = %s AND p.outcome IS DISTINCT FROM 'applied' AND p.outcome IS DISTINCT FROM 'stale' GROUP BY 1, 2
 """
 
 
@@ -71,11 +81,16 @@ class Invariants:
             left, least = self._unprocessed(), 1 << 62
             while 0 < left < least:  # slow is not stuck: it goes on for as long as it gets nearer
                 least = left
-                eventually(
-                    lambda before=left: self._unprocessed() < before,
-                    seconds,
-                    f"the last {left} of {len(recorded)} events are in the ledger",
-                )
+                try:
+                    eventually(
+                        lambda before=left: self._unprocessed() < before,
+                        seconds,
+                        f"the last {left} of {len(recorded)} events are in the ledger",
+                    )
+                except AssertionError as error:
+                    raise AssertionError(
+                        f"{error}; waiting: {self._rows(WAITING)}, left: {self._rows(LEFT, TOPIC)}"
+                    ) from None
                 left = self._unprocessed()
         with self._violation():
             eventually(lambda: recorded <= self._witness.first.keys(), seconds, "all events were in a stream")
@@ -106,7 +121,9 @@ class Invariants:
         }
         self._processed = {
             row[0]
-            for row in self._rows("SELECT event_id::text FROM public.processed_messages WHERE consumer = 'ledger'")
+            for row in self._rows(
+                "SELECT event_id::text FROM public.processed_messages WHERE consumer = 'ledger' AND outcome <> 'waiting'"
+            )
         }
         self._effects = self._rows("SELECT event_id::text, key, amount FROM public.effects")
         self._ghosts = {*self._witness.first, *self._processed} - self._recorded.keys()
@@ -137,6 +154,7 @@ class Invariants:
             not missed, f"{len(missed)} of {len(self._witness.gone)} events gone unacknowledged were never applied"
         )
         self._must(self._rows("SELECT count(*) FROM public.dead_letters") == [(0,)], "there are dead letters")
+        self._must(self._rows("SELECT count(*) FROM public.message_failures") == [(0,)], "events wait, and are due")
 
     def _once(self) -> None:
         found = Counter(event_id for event_id, _, _ in self._effects)

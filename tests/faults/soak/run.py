@@ -14,6 +14,8 @@ from pathlib import Path
 from signal import SIGCONT, SIGSTOP
 from typing import Self
 
+import redis
+
 from outbox.embedded import redis_servers
 from tests.faults.chaos import TOPIC, Bench
 from tests.faults.soak.database import Database
@@ -143,6 +145,8 @@ class Soak:
         Raises:
             AssertionError: invariants do not hold; names all of them.
         """
+        # A new consumer begins with what the streams hold: what others have acknowledged may be trimmed before it is there.
+        eventually(self._groups_are_there, 60, "the groups of every stream", ignoring=(redis.RedisError,))
         writers = Writers(self.database.url, WRITERS)
         try:
             # What a group needs is known of it as soon as a relay has seen it once.
@@ -152,6 +156,13 @@ class Soak:
             writers.stop()
         self.check(writers)
         return self.tally
+
+    def _groups_are_there(self) -> bool:
+        for stream in self.servers.streams:
+            with self.servers.client(stream) as client:
+                if len(client.xinfo_groups(stream)) < 2:
+                    return False
+        return True
 
     def _groups_are_known(self) -> bool:
         with self.database.connect() as db:

@@ -1,0 +1,502 @@
+"""Claims: what a living process holds stays its own, what a dead or ending one had is done by others."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from typer.testing import CliRunner
+
+from consumer import Consumer, Retry
+from consumer.drain import EXIT_CODE, draining
+from consumer.settings import ConsumerSettings
+from consumer.worker import Worker
+from outbox.cli import app
+from outbox.embedded import ValkeyServer
+from outbox.transport import MemoryTransport
+from tests.faults.test_consumer_faults import KEY, SITES, TOPIC, Site, both, fields
+from tests.waiting import eventually, lasting, stops_within
+
+#: Long enough for a busy machine to renew in time, three times.
+CLAIM_SECONDS = 2.0
+#: What comes on top of it there, at most.
+BUSY_SECONDS = 10.0
+
+
+@pytest.fixture
+def site(
+    database_url: str, own_valkey: Callable[..., ValkeyServer], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Site]:
+    kind = getattr(request, "param", "stream")
+    with ExitStack() as stack:
+        found = SITES[kind](database_url, own_valkey().url, tmp_path, stack)
+        if kind == "stream":
+            found.redis.xgroup_create(KEY, "ledger", "0", mkstream=True)
+        yield found
+
+
+def started(site: Site) -> Counter[str]:
+    """How often the handler of each event was started."""
+    return Counter(site.starts.read_text().split())
+
+
+def seconds_at(site: Site) -> float:
+    """The server's clock, which claims end by."""
+    seconds, micros = site.redis.time()
+    return float(seconds + micros / 1e6)
+
+
+# --- slow is not dead ------------------------------------------------------------------------------------------------------
+
+
+ASYNC = """
+import os, time
+from sqlalchemy import text
+from consumer import Consumer
+
+wallet = Consumer("ledger", topics=["accounts"])
+
+@wallet.on("credited")
+async def credit(event, session):
+    with open(os.environ["STARTS"], "a") as starts:
+        starts.write(f"{event.id}\\n")
+    time.sleep(float(os.environ["PACE"]))  # blocks the event loop
+    await session.execute(text("INSERT INTO public.effects VALUES (:id, 1)"), {"id": event.id})
+    await session.execute(text("UPDATE public.accounts SET balance = balance + 1 WHERE id = 'A'"))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("site", "kind", "handlers"),
+    [("stream", "PACE", None), ("stream", "SPIN", None), ("stream", "PACE", ASYNC), ("queue", "PACE", None)],
+    ids=["waits", "computes", "sleeps in async code", "a job"],
+    indirect=["site"],
+)
+def test_o_12_o_85_a_handler_that_takes_longer_than_a_claim_keeps_it(
+    site: Site, kind: str, handlers: str | None
+) -> None:
+    """Nobody even tries: he would find the ledger row locked, and not call the handler."""
+    if handlers:
+        (site.folder / "shop.py").write_text(handlers)
+    pace = {kind: str(lasting(2.5 * CLAIM_SECONDS, 10)), "CONSUMER_CLAIM_SECONDS": str(CLAIM_SECONDS)}
+    for _ in range(2):
+        site.consumer(**pace)
+    site.add(1)
+    seen: set[int] = set()
+    eventually(lambda: seen.update(site.delivered()) or site.state()[1])
+    site.settled(1)
+    assert (max(seen), list(started(site).values())) == (1, [1])
+    assert "lost claim" not in site.output()
+
+
+@pytest.mark.long
+@both
+def test_o_15_o_16_others_that_start_leave_alone_what_is_in_work(site: Site) -> None:
+    """One takes events as soon as it lives; others start beside it, and again. Later one is killed, and nobody starts then. Of jobs,
+    of which nothing is known yet, it takes one."""
+    gate = site.folder / "gate"
+    claim = {"CONSUMER_CLAIM_SECONDS": str(CLAIM_SECONDS), "GATE": str(gate)}
+    number = site.at_first(3)
+    site.add(number)
+    first = site.consumer(CONSUMER_PROCESS_NAME="first", **claim)
+    eventually(lambda: site.starts.read_text())
+    begun = seconds_at(site)
+    others = [site.consumer(CONSUMER_PROCESS_NAME=f"other{n}", **claim) for n in range(3)]
+    for again in range(2):
+        eventually(lambda: site.output().count("ledger started") == 4 + again)  # noqa: B023
+        others[0].send_signal(signal.SIGTERM)
+        assert others[0].wait(20) == 0
+        others[0] = site.consumer(CONSUMER_PROCESS_NAME="other0", **claim)
+    eventually(lambda: seconds_at(site) > begun + 2 * CLAIM_SECONDS)
+    assert site.owners() == {b"first": number}
+    gate.touch()
+    site.settled(number)
+    assert list(started(site).values()) == [1] * number
+
+    gate.unlink()
+    site.add(1)
+    eventually(lambda: sum(started(site).values()) == number + 1)
+    (owner,) = site.owners()
+    running = {b"first": first} | {f"other{n}".encode(): process for n, process in enumerate(others)}
+    running[owner].kill()
+    killed = seconds_at(site)
+    gate.touch()
+    site.settled(number + 1)
+    assert seconds_at(site) < killed + 2 * CLAIM_SECONDS + BUSY_SECONDS
+    assert sorted(started(site).values()) == [*[1] * number, 2]
+
+
+def test_what_was_pending_under_a_name_that_is_used_again_is_taken_over_in_time(site: Site) -> None:
+    """Not before its time: another living process may wrongly have the same name."""
+    settings = {"CONSUMER_PROCESS_NAME": "fixed", "CONSUMER_CLAIM_SECONDS": "1.5"}
+    site.add(2)
+    first = site.consumer(GATE=str(site.folder / "gate"), **settings)
+    eventually(lambda: site.starts.read_text())
+    first.kill()
+    killed = seconds_at(site)
+    site.consumer(**settings)
+    site.settled(2)
+    assert seconds_at(site) > killed + 1.5 - 1.5 / 3 - 0.1, "a third may have passed since the last renewal"
+
+
+@pytest.mark.long
+def test_o_39_what_the_only_consumer_of_a_topic_left_is_seen_and_done(site: Site) -> None:
+    """Consumers of other topics cannot do it; the next one that can does, whenever it comes. Meanwhile `outbox status` says so."""
+    site.run("outbox", "relay")
+    process = site.consumer(GATE=str(site.folder / "gate"))
+    site.record(1)
+    site.run("consumer", "run", "other:wallet")
+    (site.folder / "other.py").write_text(
+        "from consumer import Consumer\nwallet = Consumer('mailer', topics=['letters'])\nwallet.on('sent')(print)\n"
+    )
+    eventually(lambda: site.starts.read_text())
+    process.kill()
+    idle = 2.0  # four times what a claim lasts here
+    eventually(lambda: site.redis.xpending_range(KEY, "ledger", "-", "+", 1, idle=round(idle * 1000)))
+    addresses = {"DATABASE_URL": site.database_url, "REDIS_URL": site.redis_url}
+    status = CliRunner().invoke(app, ["status", "--json"], env=addresses)
+    (stream,) = json.loads(status.stdout)["streams"]
+    (group,) = stream["groups"]
+    assert (group["name"], group["pending"], group["unacknowledged"]) == ("ledger", 1, 1)
+    assert group["oldest_pending_seconds"] >= idle
+    site.consumer()
+    begun = seconds_at(site)
+    site.settled(1)
+    assert seconds_at(site) < begun + 2 * 0.5 + BUSY_SECONDS
+
+
+@pytest.mark.long
+def test_o_35_consumers_killed_while_they_take_over(site: Site) -> None:
+    """Nine kills instead of thirty."""
+    settings = {"CONSUMER_CLAIM_SECONDS": "0.3", "CONSUMER_MAX_DELIVERIES": "1000"}
+    site.add(100)
+    site.redis.xreadgroup("ledger", "dead", {KEY: ">"})
+    chance = random.Random(35)
+    for _ in range(round(lasting(3, 10))):
+        processes = [site.consumer(CONSUMER_BATCH_SIZE="10", PACE="0.05", **settings) for _ in range(3)]
+        wanted = sum(started(site).values()) + chance.randint(1, 15)
+        eventually(lambda: sum(started(site).values()) >= wanted)  # noqa: B023
+        for process in processes:
+            time.sleep(chance.uniform(0, 0.05))
+            process.kill()
+    assert site.state()[1] < 100, "every kill met work"
+    killed = seconds_at(site)
+    site.consumer(**settings)
+    site.settled(100, 40)
+    assert seconds_at(site) < killed + 2 * 0.3 + BUSY_SECONDS
+    assert {key for key in site.redis.scan_iter() if site.redis.type(key) != b"stream"} == set(), "no lock is left"
+
+
+# --- clocks ----------------------------------------------------------------------------------------------------------------
+
+
+def _faked(offset: str) -> dict[str, str]:
+    """The environment in which the clock is wrong by so much; durations are not."""
+    program = shutil.which("faketime")
+    if program is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("no faketime (apt-get install faketime)")
+        pytest.skip("no faketime (apt-get install faketime)")
+    shown = subprocess.run(
+        [program, "-m", "--exclude-monotonic", "-f", offset, "env"], capture_output=True, text=True, check=True
+    ).stdout
+    found = dict(line.split("=", 1) for line in shown.splitlines() if line.startswith(("LD_PRELOAD=", "FAKETIME")))
+    del found["FAKETIME_SHARED"]
+    return found
+
+
+@pytest.mark.long
+def test_o_83_clocks_that_are_ten_minutes_wrong(site: Site) -> None:
+    """Of relays and consumers, beside right ones; one of the latter dies with work."""
+    ahead, behind = _faked("+10m"), _faked("-10m")
+    claim = {"CONSUMER_CLAIM_SECONDS": str(CLAIM_SECONDS)}
+    site.run("outbox", "relay", **ahead)
+    site.run("outbox", "relay", **behind)
+    gate = site.folder / "gate"
+    dead = site.consumer(GATE=str(gate), CONSUMER_PROCESS_NAME="dead", **claim)
+    ids = site.record(5)
+    eventually(lambda: site.owners() == {b"dead": 5} and site.starts.read_text())
+    for environment in (ahead, behind, {}):
+        # Not asleep: where the clock is faked, time.sleep fails.
+        site.consumer(SPIN="0.01", CONSUMER_BATCH_SIZE="5", **claim, **environment)
+    ids |= site.record(100)
+    eventually(lambda: site.state()[1] == 100)
+    eventually(lambda: site.owners() == {b"dead": 5}, 10, "who is ahead does not take over too early")
+    dead.kill()
+    killed = seconds_at(site)
+    site.settled(105)
+    assert seconds_at(site) < killed + 2 * CLAIM_SECONDS + BUSY_SECONDS, "and who is behind not too late"
+    starts = started(site)
+    assert starts.keys() == ids
+    assert sum(starts.values()) == 106, "one of the dead one's batch had started"
+
+
+@pytest.mark.long
+def test_o_84_a_heartbeat_is_never_older_than_a_read_may_take(site: Site) -> None:
+    """While what comes goes to others, too."""
+    beats = [site.folder / f"beat{number}" for number in range(2)]
+    for beat in beats:
+        site.consumer(CONSUMER_HEARTBEAT_FILE=str(beat), CONSUMER_BLOCK_SECONDS="2", CONSUMER_CHECK_SECONDS="0.4")
+    eventually(lambda: all(beat.exists() for beat in beats))
+    ages, until, added = [0.0], time.monotonic() + lasting(5, 30), count(1)
+    while time.monotonic() < until:
+        ages += [time.time() - beat.stat().st_mtime for beat in beats]
+        if len(ages) % 10 == 1:
+            site.add(1)
+            total = next(added)
+        time.sleep(0.1)
+    assert max(ages) < 4
+    site.settled(total)
+
+
+# --- SIGTERM ---------------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_o_86_what_has_not_started_goes_back(site: Site) -> None:
+    first_gate, second_gate = site.folder / "first", site.folder / "second"
+    site.add(16)
+    first = site.consumer(CONSUMER_CLAIM_SECONDS="60", CONSUMER_PROCESS_NAME="first", GATE=str(first_gate))
+    eventually(lambda: site.owners() == {b"first": site.at_first(16)} and site.starts.read_text())
+    site.consumer(CONSUMER_CLAIM_SECONDS="60", GATE=str(second_gate))
+    eventually(lambda: site.output().count("started") == 2)
+    first.send_signal(signal.SIGTERM)
+    first_gate.touch()
+    assert first.wait(20) == 0
+    assert site.state() == (1, 1, 1, 1)
+    second_gate.touch()
+    site.settled(16)  # within a third of a claim
+    assert set(started(site).values()) == {1}
+
+
+@pytest.mark.long
+def test_o_86_as_the_case_has_it(site: Site) -> None:
+    """The machine may be busy just then: what cannot be done in time is not done at any of the tries."""
+    pace = {"CONSUMER_CLAIM_SECONDS": "60", "CONSUMER_BATCH_SIZE": "50", "CONSUMER_CHECK_SECONDS": "1"}
+    gate = site.folder / "gate"  # of the second one, so that it is known what the first one has done
+    for number in range(1, 4):
+        before = sum(started(site).values())
+        site.add(50)
+        first = site.consumer(PACE="0.5", CONSUMER_PROCESS_NAME=f"first{number}", **pace)
+        eventually(lambda: sum(started(site).values()) >= before + 3)  # noqa: B023
+        second = site.consumer(GATE=str(gate), **pace)
+        eventually(lambda: len(site.owners()) == 2)
+        begun, at_term = seconds_at(site), sum(started(site).values()) - before - 1
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(20) == 0
+        ended = seconds_at(site)
+        assert 3 <= site.state()[0] - before <= at_term + 1, "that at work at most, besides what was done"
+        gate.touch()
+        eventually(lambda: site.state()[0] == number * 50)  # noqa: B023
+        done = seconds_at(site)
+        site.settled(number * 50)
+        assert set(started(site).values()) == {1}
+        second.terminate()
+        assert second.wait(20) == 0
+        gate.unlink()
+        if ended < begun + 5 and done < ended + 5:
+            return
+    pytest.fail("in time at none of the tries")
+
+
+@pytest.mark.long
+@both
+def test_o_86_what_is_handed_back_counts_as_not_delivered(site: Site) -> None:
+    """However often that is, also of what had started."""
+    site.add(16)
+    gate = site.folder / "gate"
+    for number in range(1, 4):
+        process = site.consumer(CONSUMER_CLAIM_SECONDS="60", CONSUMER_DRAIN_SECONDS="0", GATE=str(gate))
+        eventually(lambda: sum(started(site).values()) == number)  # noqa: B023
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == EXIT_CODE
+        assert site.delivered() == [0] * 16
+    gate.touch()
+    site.consumer(CONSUMER_CLAIM_SECONDS="60")
+    site.settled(16)
+
+
+def test_o_86_what_is_not_in_work_goes_back_at_once(database_url: str) -> None:
+    """While a handler is at work, and the drain time has not passed."""
+    transport, busy, gate = MemoryTransport(), threading.Event(), threading.Event()
+    consumer = Consumer("ledger", topics=["a", "b"])
+
+    @consumer.on("credited", raw=True)
+    def wait(_event: Any, _connection: Any) -> None:
+        busy.set()
+        assert gate.wait(60)
+
+    for stream in "aabb":
+        transport.add(stream, fields(0))
+    settings = ConsumerSettings(database_url=database_url, redis_url="redis://unused", batch_size=2)
+    worker = Worker(consumer, settings, transport=transport)
+    with draining(worker, 60) as stop:
+        thread = threading.Thread(target=worker.run)
+        thread.start()
+        assert busy.wait(30)
+        stop()
+        (first, second) = eventually(lambda: transport.claim("ledger", "other", "b", 3600, 2).deliveries)
+        assert first.count == second.count == 1
+        assert transport.claim("ledger", "other", "a", 3600, 2).deliveries == []
+        gate.set()
+        thread.join(30)
+    assert [d.count for d in transport.claim("ledger", "other", "a", 3600, 2).deliveries] == [1]
+    assert (transport.pending("ledger", "a"), transport.pending("ledger", "b")) == (1, 2)
+
+
+@both
+def test_o_87_what_runs_is_finished_and_acknowledged(site: Site) -> None:
+    site.add(1)
+    gate = site.folder / "gate"
+    process = site.consumer(GATE=str(gate))
+    eventually(lambda: site.starts.read_text())
+    process.send_signal(signal.SIGTERM)
+    site.add(1)  # comes too late
+    gate.touch()
+    assert process.wait(20) == 0
+    assert site.state() == (1, 1, 1, 1)
+    assert (site.pending(), site.unread()) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("site", "where"),
+    [("stream", "in Python"), ("stream", "in PostgreSQL"), pytest.param("queue", "in Python", marks=pytest.mark.long)],
+    indirect=["site"],
+)
+def test_o_87_what_does_not_end_in_time_is_rolled_back_and_handed_back(site: Site, where: str) -> None:
+    """A statement under way is ended, too: its locks would stop others for as long as it takes."""
+    site.add(2)
+    gate = site.folder / "gate"
+    busy = {"SLEEP": "600"} if where == "in PostgreSQL" else {"GATE": str(gate)}
+    process = site.consumer(CONSUMER_DRAIN_SECONDS="0.3", CONSUMER_CLAIM_SECONDS="60", **busy)
+    eventually(lambda: site.starts.read_text())
+    if where == "in PostgreSQL":
+        eventually(lambda: sleeping(site))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == EXIT_CODE
+    eventually(lambda: not sleeping(site), 5)
+    assert site.state() == (0, 0, 0, 0)
+    assert site.delivered() == [0, 0]
+    assert "not done within CONSUMER_DRAIN_SECONDS (0.3)" in site.output()
+    assert "handler failed" not in site.output()
+    gate.touch()
+    site.consumer(CONSUMER_CLAIM_SECONDS="60")
+    site.settled(2)
+
+
+def sleeping(site: Site) -> bool:
+    """Whether a handler's statement is at work."""
+    with site.connect() as connection:
+        query = "SELECT FROM pg_stat_activity WHERE query LIKE 'SELECT pg_sleep%' AND state = 'active' AND datname = current_database()"
+        return connection.execute(query).fetchone() is not None
+
+
+def test_o_87_what_waited_for_another_try_waits_on(database_url: str) -> None:
+    """As if it had not been tried, although its row was locked by the transaction at work."""
+    transport, busy, gate = MemoryTransport(), threading.Event(), threading.Event()
+    consumer = Consumer("ledger", topics=["a"], retry=Retry(first_seconds=0.01))
+    tries = count(1)
+
+    @consumer.on("credited", raw=True)
+    def wait(_event: Any, connection: Any) -> None:
+        if next(tries) == 1:
+            raise RuntimeError("fails at first")
+        busy.set()
+        assert gate.wait(60)
+        connection.execute("SELECT 1")
+
+    transport.add("a", fields(0))
+    worker = Worker(
+        consumer, ConsumerSettings(database_url=database_url, redis_url="redis://unused"), transport=transport
+    )
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    assert busy.wait(30)
+    worker.stop()
+    worker.abandon()
+    gate.set()
+    thread.join(30)
+    with psycopg.connect(database_url) as connection:
+        rows = connection.execute("SELECT attempts, tries, starts, lease FROM public.message_failures").fetchall()
+        outcomes = connection.execute("SELECT outcome FROM public.processed_messages").fetchall()
+    assert (rows, outcomes) == ([(1, 1, 0, None)], [("waiting",)])
+    assert transport.pending("ledger", "a") == 0
+
+
+@pytest.mark.parametrize(("site", "check"), [("stream", "1"), ("stream", "60"), ("queue", "60")], indirect=["site"])
+def test_o_88_sigterm_ends_an_idle_consumer_at_once(site: Site, check: str) -> None:
+    numbers = count(1)
+
+    def idle() -> subprocess.Popen[bytes]:
+        process = site.consumer(CONSUMER_BLOCK_SECONDS="30", CONSUMER_CHECK_SECONDS=check, CONSUMER_CLAIM_SECONDS="60")
+        site.add(1)
+        site.settled(next(numbers))
+        return process
+
+    assert stops_within(2, idle)
+    assert site.output().rstrip().endswith("consumer ledger stopped")
+
+
+@pytest.mark.long
+def test_o_88_asked_to_stop_as_an_event_arrives(site: Site) -> None:
+    """Whoever comes next has it; nobody waits until a claim ends."""
+    consumer = Consumer("ledger", topics=[TOPIC])
+
+    @consumer.on("credited", raw=True)
+    def apply(event: Any, connection: Any) -> None:
+        connection.execute("INSERT INTO public.effects VALUES (%s, 1)", (event.id,))
+        connection.execute("UPDATE public.accounts SET balance = balance + 1 WHERE id = 'A'")
+
+    settings = ConsumerSettings(database_url=site.database_url, redis_url=site.redis_url, claim_seconds=60)
+    tries, chance = round(lasting(20, 200)), random.Random(88)
+    for number in range(1, tries + 1):
+        worker = Worker(consumer, settings)
+        thread = threading.Thread(target=worker.run)
+        thread.start()
+        eventually(lambda: site.redis.info("clients")["blocked_clients"] == 1)
+        site.add(1)
+        time.sleep(chance.choice([0, 0.001, 0.003, 0.006]))
+        worker.stop()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert site.state()[0] + site.unread() + site.pending() == number
+    site.consumer(CONSUMER_CLAIM_SECONDS="60")
+    site.settled(tries)
+
+
+@pytest.mark.parametrize("site", ["stream", pytest.param("queue", marks=pytest.mark.long)], indirect=True)
+def test_o_88_a_second_signal_ends_it_at_once(site: Site) -> None:
+    """Nothing unfinished is acknowledged."""
+    site.add(1)
+    gate = site.folder / "gate"
+    process = site.consumer(GATE=str(gate))
+    eventually(lambda: site.starts.read_text())
+    process.send_signal(signal.SIGINT)
+    eventually(lambda: _ignored(process.pid, signal.SIGINT))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == -signal.SIGINT
+    assert (site.pending(), site.state()) == (1, (0, 0, 0, 0))
+    gate.touch()
+    site.consumer()
+    site.settled(1)
+
+
+def _ignored(pid: int, number: int) -> bool:
+    """Whether a process has no handler for the signal any more."""
+    (caught,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")]
+    return not int(caught.split()[1], 16) >> (number - 1) & 1
