@@ -35,5 +35,7 @@ else:
     exists = text("SELECT 1 FROM pg_catalog.pg_namespace WHERE nspname = :schema")
     if connection.execute(exists, {"schema": schema}).first() is None:
         connection.exec_driver_sql(f"CREATE SCHEMA IF NOT EXISTS {quoted}")
+    # Producers queue behind a migration that waits for one of them: it waits for a moment, and `outbox.schema` tries again.
+    connection.exec_driver_sql("SET LOCAL lock_timeout = '300ms'")
     context.configure(connection=connection, **options)
     context.run_migrations(schema=quoted)

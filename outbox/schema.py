@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import secrets
@@ -18,6 +19,7 @@ from typing import Any, Final, Literal
 import alembic.command
 import psycopg
 import sqlalchemy
+import tenacity
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 from psycopg import sql
@@ -26,6 +28,8 @@ from sqlalchemy.pool import NullPool
 
 from outbox.errors import SchemaError, SettingsError
 from outbox.settings import check_schema, database_address
+
+_log = logging.getLogger(__name__)
 
 Branch = Literal["outbox", "consumer"]
 
@@ -197,19 +201,51 @@ def _config(branch: Branch, schema: str) -> Config:
     return config
 
 
-def upgrade(url: str, branch: Branch, *, schema: str = "public") -> str:
+def upgrade(url: str, branch: Branch, *, schema: str = "public", wait_seconds: float = 60.0) -> str:
     """Bring the tables of one side to this version; safe when many processes do it at once. Returns the revision.
+
+    Args:
+        wait_seconds: how long to try where transactions at work hold the tables. Each try waits for 0.3 s, since all that
+            come meanwhile wait behind it.
 
     Raises:
         SettingsError: the address or the schema name is malformed, or a pooler is in statement mode.
+        SchemaError: the tables were held all the time; nothing was changed.
         psycopg.Error, sqlalchemy.exc.SQLAlchemyError: PostgreSQL refused; nothing was changed.
     """
     config = _config(branch, schema)
     database = engine(url, f"{branch} migrate", poolclass=NullPool)
-    with refusing_statement_pooling(), database.begin() as connection:
-        config.attributes["connection"] = connection
-        alembic.command.upgrade(config, f"{branch}@head")
+    tries = tenacity.Retrying(
+        retry=tenacity.retry_if_exception(_is_held),
+        wait=tenacity.wait_random(0.5, 1.0),
+        stop=tenacity.stop_after_delay(wait_seconds),
+        before_sleep=lambda _: _log.warning(
+            "another transaction holds a table; trying again", extra={"action": "migrate"}
+        ),
+        reraise=True,
+    )
+
+    def migrate() -> None:
+        with refusing_statement_pooling(), database.begin() as connection:
+            config.attributes["connection"] = connection
+            alembic.command.upgrade(config, f"{branch}@head")
+
+    try:
+        tries(migrate)
+    except sqlalchemy.exc.OperationalError as error:
+        if not _is_held(error):
+            raise
+        raise SchemaError(
+            f"another transaction has held a table of schema {schema!r} for {wait_seconds:g} s, so that it could not be changed; "
+            f"see who is at work in pg_stat_activity (the oldest xact_start), and run {_migrate(branch, schema)} again"
+        ) from error
     return head(branch)
+
+
+def _is_held(error: BaseException) -> bool:
+    return isinstance(error, sqlalchemy.exc.OperationalError) and isinstance(
+        error.orig, psycopg.errors.LockNotAvailable
+    )
 
 
 def upgrade_sql(branch: Branch, *, schema: str = "public") -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -630,6 +631,12 @@ def test_ids_of_the_sql_function_are_valid_and_distinct_and_one_may_be_given(url
         ("headers", '[{"a": "b"}]', "outbox_headers_strings"),
         ("headers", '"a"', "outbox_headers_strings"),
         ("headers", "null", "outbox_headers_strings"),
+        ("topic", "queue/", "outbox_queue_name"),
+        ("topic", "queue/a/b", "outbox_queue_name"),
+        ("topic", "queue/-a", "outbox_queue_name"),
+        ("topic", "queue/" + "q" * 101, "outbox_queue_name"),
+        ("headers", json.dumps({f"h{n}": "" for n in range(33)}), "outbox_headers_number"),
+        ("headers", json.dumps({"h": "x" * 70_000}), "outbox_headers_size"),
     ],
 )
 def test_the_table_refuses_what_the_library_would(url: str, column: str, value: Any, constraint: str) -> None:
@@ -640,6 +647,15 @@ def test_the_table_refuses_what_the_library_would(url: str, column: str, value: 
     with psycopg.connect(url) as connection, pytest.raises(psycopg.errors.CheckViolation) as refused:
         connection.execute(statement, list(fields.values()))
     assert refused.value.diag.constraint_name == constraint
+
+
+def test_the_table_takes_the_most_that_the_library_would(url: str) -> None:
+    most = {f"h{n:039d}": '"' * 1024 for n in range(32)}
+    with psycopg.connect(url) as connection:
+        connection.execute(
+            "SELECT outbox_record(%s, 'b', '1', p_headers => %s)", ("queue/" + "q" * 100, json.dumps(most))
+        )
+        record(connection, Event(topic="a", type="b", payload=1, headers=most))
 
 
 def test_o_94_values_in_the_sql_function_are_only_ever_values(url: str) -> None:

@@ -302,6 +302,24 @@ def test_o_75_producers_are_not_blocked_by_the_upgrade_of_an_older_outbox(empty_
         assert connection.execute("SELECT count(*) FROM pg_index WHERE NOT indisvalid").fetchone() == (0,)
 
 
+def test_o_75_a_migration_waits_for_a_long_transaction_and_lets_producers_pass(empty_database_url: str) -> None:
+    config = schema._config("outbox", "public")
+    with schema.engine(empty_database_url, "test", poolclass=NullPool).begin() as opened:
+        config.attributes["connection"] = opened
+        alembic.command.upgrade(config, "outbox_0001")
+    with psycopg.connect(empty_database_url) as long, ThreadPoolExecutor() as pool:
+        record(long, Event(topic="a", type="b", payload=1))
+        with producing(empty_database_url) as producer:
+            with pytest.raises(SchemaError, match=r"held a table .* run outbox migrate again"):
+                schema.upgrade(empty_database_url, "outbox", wait_seconds=1.5)
+            migration = pool.submit(schema.upgrade, empty_database_url, "outbox")
+            time.sleep(1.5)
+            assert not migration.done()
+            long.commit()
+            assert migration.result(20) == schema.head("outbox")
+    assert producer.longest_seconds < 1
+
+
 def test_o_75_a_migration_killed_midway_leaves_nothing_and_can_be_run_again(empty_database_url: str) -> None:
     def migrating(connection: psycopg.Connection[Any]) -> list[Any]:
         return connection.execute(
