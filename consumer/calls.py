@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import re
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Final, NoReturn
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import psycopg
+from psycopg import sql
 from psycopg.pq import PipelineStatus, TransactionStatus
 from sqlalchemy.orm import Session
 
@@ -243,6 +245,7 @@ def _as_it_was(raw: Connection) -> Iterator[None]:
         yield  # type: ignore[unreachable]
         return
     made = raw.row_factory, raw.cursor_factory
+    raw.cursor_factory = _guarded(raw.cursor_factory)  # type: ignore[arg-type]  # mypy's view of a class as a key
     try:
         yield
     except BaseException as error:
@@ -261,6 +264,46 @@ def _as_it_was(raw: Connection) -> Iterator[None]:
     if _at_work(raw):
         _closed(raw)
         raise HandlerMisuse(_LEFT)
+
+
+#: Statements that end a transaction, as PostgreSQL's grammar has them; ROLLBACK TO a savepoint does not.
+_ENDS = re.compile(
+    r"(?:\s|--[^\n]*\n|/\*.*?\*/)*(commit|end|rollback(?!(\s+(work|transaction))?\s+to\b)|abort|prepare\s+transaction)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+@cache
+def _guarded(cursor: type[psycopg.Cursor[Any]]) -> type[psycopg.Cursor[Any]]:
+    """Cursors of this kind that refuse to end the transaction by a statement. Of several in one text the first counts: what
+    comes behind it is noticed when it has been done."""
+
+    class GuardedCursor(cursor):  # type: ignore[misc, valid-type]
+        def execute(self, query: Any, *arguments: Any, **options: Any) -> Any:
+            self._refuse(query)
+            return super().execute(query, *arguments, **options)
+
+        def executemany(self, query: Any, *arguments: Any, **options: Any) -> Any:
+            self._refuse(query)
+            return super().executemany(query, *arguments, **options)
+
+        def _refuse(self, query: Any) -> None:
+            text = (
+                query
+                if isinstance(query, str)
+                else query.decode("utf-8", "replace")
+                if isinstance(query, bytes)
+                else ""
+            )
+            if isinstance(query, sql.Composable):
+                text = query.as_string(self)
+            if found := _ENDS.match(text):
+                raise HandlerMisuse(
+                    f"a handler must not send {found[1].upper()}: the consumer ends the transaction, together with the ledger "
+                    "row. Use a savepoint (session.begin_nested(), connection.transaction()) for a part that may fail"
+                )
+
+    return GuardedCursor
 
 
 def _closed(raw: Connection) -> None:

@@ -461,7 +461,7 @@ def test_a_handler_that_commits_is_found_out_through_a_pooler(bench: Bench, capl
     def handler(event: Envelope, session: Session) -> None:
         session.execute(text("INSERT INTO public.effects VALUES (:id, 'A', 1)"), {"id": event.id})
         if event.version == 2:
-            session.execute(text("COMMIT"))
+            session.execute(text("SELECT 1; COMMIT"))
             session.execute(text("SELECT 1"))  # begins another transaction
 
     ids = bench.write(4)

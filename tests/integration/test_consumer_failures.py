@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import psycopg
 import pytest
 import sqlalchemy
+from psycopg import sql
 from psycopg.rows import dict_row
 from sqlalchemy import text
 
@@ -28,7 +29,7 @@ from consumer.worker import Worker, _worth_retrying
 from outbox import schema as schemas
 from outbox.embedded import PostgresServer
 from outbox.envelope import uuid7
-from outbox.errors import SettingsError
+from outbox.errors import HandlerMisuse, SettingsError
 from outbox.transport import MemoryTransport
 from outbox.transport.base import Claim, Delivery
 from tests.faults.proxy import Proxy
@@ -387,14 +388,46 @@ def test_what_a_plain_handler_returns_does_not_matter(database: Database, engine
 # --- the statement COMMIT ----------------------------------------------------------------------------------------------
 
 
+_ENDS = ["COMMIT", " end;", "rollback work", "Abort", "/* a */ -- b\n COMMIT", "PREPARE TRANSACTION 'x'"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "statement"),
+    [*((raw, end) for raw in (False, True) for end in _ENDS), (True, b"COMMIT"), (True, sql.SQL("COMMIT"))],
+)
+def test_a_statement_that_ends_the_transaction_is_refused(
+    statement: Any, raw: bool, database: Database, engine: sqlalchemy.Engine
+) -> None:
+    def handler(event: Envelope, given: Any) -> None:
+        if not raw:
+            credit(event, given)
+        with pytest.raises(HandlerMisuse, match="a handler must not send"):
+            given.execute(statement if raw else text(statement))
+        given.execute(statement if raw else text(statement))
+
+    assert Processor(bad(handler, raw=raw), engine).process(three()) == [APPLIED, RETRY, APPLIED]
+    assert (database.effects, database.processed) == (2, {"applied": 2, "waiting": 1})
+
+
+def test_a_savepoint_in_words_may_be_rolled_back_to(database: Database, engine: sqlalchemy.Engine) -> None:
+    def handler(event: Envelope, connection: psycopg.Connection[Any]) -> None:
+        for statement in ("SAVEPOINT a", "SELECT 1", "ROLLBACK TO SAVEPOINT a", "ROLLBACK WORK TO a", "RELEASE a"):
+            connection.execute(statement)
+        with pytest.raises(ZeroDivisionError), connection.transaction():
+            raise ZeroDivisionError
+        connection.cursor(row_factory=dict_row).execute("SELECT 1 AS commit").fetchone()
+
+    assert Processor(bad(handler, raw=True), engine).process(three()) == [APPLIED] * 3
+
+
 ENDINGS: dict[str, Callable[[Any], Any]] = {
-    "commit": lambda execute: execute("COMMIT"),
-    "commit and fail": lambda execute: [execute("COMMIT"), 1 / 0],
-    "end": lambda execute: execute("END"),
-    "commit and go on": lambda execute: [execute("COMMIT"), execute("SELECT 1")],
-    "commit and begin": lambda execute: [execute("COMMIT"), execute("BEGIN")],
-    "commit and chain": lambda execute: execute("COMMIT AND CHAIN"),
-    "commit, go on and fail": lambda execute: [execute("COMMIT"), execute("SELECT 1 / 0")],
+    "commit": lambda execute: execute("SELECT 1; COMMIT"),
+    "commit and fail": lambda execute: [execute("SELECT 1; COMMIT"), 1 / 0],
+    "end": lambda execute: execute("SELECT 1; END"),
+    "commit and go on": lambda execute: [execute("SELECT 1; COMMIT"), execute("SELECT 1")],
+    "commit and begin": lambda execute: [execute("SELECT 1; COMMIT"), execute("BEGIN")],
+    "commit and chain": lambda execute: execute("SELECT 1; COMMIT AND CHAIN"),
+    "commit, go on and fail": lambda execute: [execute("SELECT 1; COMMIT"), execute("SELECT 1 / 0")],
 }
 
 
@@ -443,7 +476,9 @@ def test_the_statement_commit_loses_no_other_event(
     assert processor.process(older) == [STALE]
 
 
-@pytest.mark.parametrize("statements", [["ROLLBACK"], ["ROLLBACK", "SELECT 1"], ["ROLLBACK AND CHAIN"]])
+@pytest.mark.parametrize(
+    "statements", [["SELECT 1; ROLLBACK"], ["SELECT 1; ROLLBACK", "SELECT 1"], ["SELECT 1; ROLLBACK AND CHAIN"]]
+)
 def test_the_statement_rollback_applies_nothing(
     statements: list[str], database: Database, engine: sqlalchemy.Engine
 ) -> None:
@@ -458,7 +493,7 @@ def test_what_cannot_be_taken_back_is_named(
     def refused(*arguments: Any) -> None:
         raise psycopg.OperationalError("refused")
 
-    processor = Processor(bad(lambda event, session: session.execute(text("COMMIT"))), engine)
+    processor = Processor(bad(lambda event, session: session.execute(text("SELECT 1; COMMIT"))), engine)
     monkeypatch.setattr(processor._ledger, "forget", refused)
     batch = three()
     processor.process(batch)
