@@ -230,6 +230,14 @@ def test_pauses_double_by_the_databases_clock(database: Database, engine: sqlalc
         assert longest * 0.75 <= pause <= longest + 0.1
 
 
+def test_what_fails_together_does_not_come_back_together(database: Database, engine: sqlalchemy.Engine) -> None:
+    processor = Processor(fails(Broken(ValueError()), Retry(attempts=100, first_seconds=100)), engine)
+    assert processor.process(deliveries(*(entry("bad") for _ in range(20)))) == [RETRY] * 20
+    due = [when for (when,) in database.connection.execute("SELECT next_attempt_at FROM public.message_failures")]
+    assert len({round(when.timestamp(), 2) for when in due}) > 15
+    assert max(due) - min(due) > timedelta(seconds=10), "of 25"
+
+
 def test_however_many_processes_a_try_comes_once_and_when_it_is_due(
     database: Database, start: Callable[..., Worker]
 ) -> None:
