@@ -47,6 +47,7 @@ def site(
         if kind == "stream":
             found.redis.xgroup_create(KEY, "ledger", "0", mkstream=True)
         yield found
+        found.all_is_well()
 
 
 def started(site: Site) -> Counter[str]:
@@ -160,10 +161,10 @@ def test_o_39_what_the_only_consumer_of_a_topic_left_is_seen_and_done(site: Site
     site.run("outbox", "relay")
     process = site.consumer(GATE=str(site.folder / "gate"))
     site.record(1)
-    site.run("consumer", "run", "other:wallet")
     (site.folder / "other.py").write_text(
         "from consumer import Consumer\nwallet = Consumer('mailer', topics=['letters'])\nwallet.on('sent')(print)\n"
     )
+    site.run("consumer", "run", "other:wallet")
     eventually(lambda: site.starts.read_text())
     process.kill()
     idle = 2.0  # four times what a claim lasts here

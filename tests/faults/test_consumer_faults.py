@@ -77,6 +77,24 @@ def fields(number: int) -> dict[bytes, bytes]:
     return {b"id": str(uuid7()).encode(), b"type": b"credited", b"subject": b"A", b"data": b"{}"}
 
 
+class Process(subprocess.Popen[bytes]):
+    """Knows whether the test has ended it, or waited for its end.
+
+    Attributes:
+        may_end: it has.
+    """
+
+    may_end = False
+
+    def send_signal(self, sig: int) -> None:  # kill and terminate come by here
+        self.may_end = self.may_end or sig not in (signal.SIGSTOP, signal.SIGCONT)
+        super().send_signal(sig)
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.may_end = True
+        return super().wait(timeout)
+
+
 class Site:
     """A database and a server of the test's own, and processes that work on them."""
 
@@ -89,6 +107,7 @@ class Site:
         with self.connect() as connection:
             connection.execute(TABLES)
         self._stack = stack
+        self._processes: list[Process] = []
 
     def hand_out(self, handlers: str) -> None:
         """Have the processes that start from now on run these."""
@@ -97,7 +116,7 @@ class Site:
     def connect(self) -> psycopg.Connection[Any]:
         return psycopg.connect(self.database_url, autocommit=True)
 
-    def run(self, *command: str, before: Sequence[str] = (), **environment: str) -> subprocess.Popen[bytes]:
+    def run(self, *command: str, before: Sequence[str] = (), **environment: str) -> Process:
         """A process; killed at the end if it still runs. Its output is in `output`. `before`: a command that runs it."""
         clean = {n: v for n, v in os.environ.items() if not n.startswith(("CONSUMER_", "OUTBOX_"))}
         settings = {
@@ -107,7 +126,7 @@ class Site:
             "OUTBOX_CHECK_SECONDS": "0.2",
         }  # fmt: skip
         with (self.folder / "output").open("ab") as sink:
-            process = subprocess.Popen(
+            process = Process(
                 [*before, sys.executable, "-m", *command],
                 env=clean | settings | environment,
                 cwd=self.folder,
@@ -116,9 +135,10 @@ class Site:
             )
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
+        self._processes.append(process)
         return process
 
-    def consumer(self, **environment: str) -> subprocess.Popen[bytes]:
+    def consumer(self, **environment: str) -> Process:
         return self.run("consumer", "run", "shop:wallet", **environment)
 
     def add(self, number: int) -> None:
@@ -180,6 +200,12 @@ class Site:
         eventually(lambda: self.pending() == 0)
         assert self.state() == (number,) * 4
         assert self.dead() == 0
+
+    def all_is_well(self) -> None:
+        """What every case asks for: no process has ended that the test did not end, and none has shown a traceback."""
+        ended = [(process.args, process.poll()) for process in self._processes if not process.may_end]
+        assert not [found for found in ended if found[1] is not None], (ended, self.output()[-2000:])
+        assert "Traceback" not in self.output(), self.output()[-5000:]
 
     def output(self) -> str:
         found = self.folder / "output"
@@ -245,7 +271,9 @@ def site(
     database_url: str, own_valkey: Callable[..., ValkeyServer], tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Site]:
     with ExitStack() as stack:
-        yield SITES[getattr(request, "param", "stream")](database_url, own_valkey().url, tmp_path, stack)
+        found = SITES[getattr(request, "param", "stream")](database_url, own_valkey().url, tmp_path, stack)
+        yield found
+        found.all_is_well()
 
 
 # --- the proxy proves itself -------------------------------------------------------------------------------------------

@@ -42,7 +42,9 @@ MAIL = "queue/accounts"
 @pytest.fixture
 def site(database_url: str, own_valkey: Callable[..., ValkeyServer], tmp_path: Path) -> Iterator[QueueSite]:
     with ExitStack() as stack:
-        yield QueueSite(database_url, own_valkey().url, tmp_path, stack)
+        found = QueueSite(database_url, own_valkey().url, tmp_path, stack)
+        yield found
+        found.all_is_well()
 
 
 def started(site: QueueSite) -> Counter[str]:
