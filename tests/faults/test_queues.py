@@ -466,9 +466,10 @@ def test_a_time_that_is_none_fails_at_once(shop: Shop) -> None:
 
 
 def test_a_job_with_thousands_of_headers_holds_no_others_up(shop: Shop) -> None:
-    """SQL producers may have them."""
+    """Rows that SQL producers wrote before there was a limit may have them."""
     seen: list[Envelope] = []
     worker = shop.worker(keeper(seen))
+    shop.db.execute("ALTER TABLE public.outbox DROP CONSTRAINT outbox_headers_number")
     many = json.dumps({f"h{number}": "x" for number in range(4500)})
     with psycopg.connect(shop.site.database_url) as connection:
         connection.execute("SELECT outbox_record('queue/accounts', 'credited', '{}', p_headers => %s::jsonb)", (many,))
