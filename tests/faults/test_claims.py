@@ -563,6 +563,27 @@ def test_o_88_sigterm_ends_an_idle_consumer_at_once(site: Site, check: str) -> N
 
 
 @pytest.mark.long
+@both
+def test_o_88_sigterm_as_something_arrives(site: Site) -> None:
+    """Just before or just after. Whoever comes next has it; nobody waits until a claim ends."""
+    tries, chance = round(lasting(5, 200)), random.Random(88)
+    for number in range(1, tries + 1):
+        process = site.consumer(CONSUMER_BLOCK_SECONDS="30", CONSUMER_CLAIM_SECONDS="60")
+        site.ready(number)
+        eventually(lambda: site.blocked() == 1)
+        steps = [lambda: site.add(1), lambda: process.send_signal(signal.SIGTERM)]  # noqa: B023
+        chance.shuffle(steps)
+        steps[0]()
+        time.sleep(chance.choice([0, 0.001, 0.003, 0.006]))
+        steps[1]()
+        assert process.wait(20) == 0
+        assert site.state()[0] + site.unread() + site.pending() == number
+    site.consumer(CONSUMER_CLAIM_SECONDS="60")
+    site.settled(tries)
+    assert set(started(site).values()) == {1}
+
+
+@pytest.mark.long
 def test_o_88_asked_to_stop_as_an_event_arrives(site: Site) -> None:
     """Whoever comes next has it; nobody waits until a claim ends."""
     consumer = Consumer("ledger", topics=[TOPIC])
@@ -573,7 +594,7 @@ def test_o_88_asked_to_stop_as_an_event_arrives(site: Site) -> None:
         connection.execute("UPDATE public.accounts SET balance = balance + 1 WHERE id = 'A'")
 
     settings = ConsumerSettings(database_url=site.database_url, redis_url=site.redis_url, claim_seconds=60)
-    tries, chance = round(lasting(20, 200)), random.Random(88)
+    tries, chance = round(lasting(10, 200)), random.Random(88)
     for number in range(1, tries + 1):
         worker = Worker(consumer, settings)
         thread = threading.Thread(target=worker.run)
