@@ -560,6 +560,59 @@ def test_o_14_a_frozen_consumer_stops_no_other(site: Site, hung: bool) -> None:
     assert "Traceback" not in site.output()
 
 
+FREEZES = """
+from consumer.ledger import Ledger
+
+claim = Ledger.claim
+
+def frozen(ledger, connection, ids, *rest):
+    wanted = set(ids)
+    if wanted and os.environ.get("FREEZES"):
+        del os.environ["FREEZES"]
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return claim(ledger, connection, wanted, *rest)
+
+Ledger.claim = frozen
+"""
+
+
+@pytest.mark.parametrize("site", ["stream", pytest.param("queue", marks=pytest.mark.long)], indirect=True)
+@pytest.mark.parametrize("where", ["before it inserts", "in a transaction that is ended"])
+def test_o_14_a_frozen_consumer_that_comes_too_late_does_nothing(site: Site, where: str) -> None:
+    """Another one has taken over what it had, and is done with it before it goes on."""
+    early = where == "before it inserts"
+    site.hand_out(HANDLERS + FREEZES)
+    gate, held = site.folder / "gate", site.at_first(5)
+    site.add(5)
+    with site.connect() as connection:
+        if not early:  # as servers are set that end what blocks others
+            name = connection.info.dbname
+            connection.execute(f"ALTER DATABASE \"{name}\" SET idle_in_transaction_session_timeout = '500ms'")
+        late = site.consumer(CONSUMER_PROCESS_NAME="late", **({"FREEZES": "1"} if early else {"GATE": str(gate)}))
+        if not early:
+            eventually(lambda: site.starts.read_text())
+            late.send_signal(signal.SIGSTOP)
+        eventually(lambda: stopped(late.pid) and site.owners() == {b"late": held})
+        assert bool(site.starts.read_text()) is not early
+        other = site.consumer()
+        site.settled(5)
+        other.terminate()
+        assert other.wait(20) == 0
+        gate.touch()
+        late.send_signal(signal.SIGCONT)
+        site.add(1)
+        site.settled(6)  # by the late one, after what it had
+        assert site.waiting() == 0
+    assert len(site.starts.read_text().split()) == 6 + (not early), "nothing that another one has done is started"
+    if isinstance(site, QueueSite):
+        assert site.statuses() == {"completed": 6}
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def test_an_event_that_kills_its_consumers_stops_no_other(site: Site) -> None:
     site.add(20)
     ids = [entry[b"id"].decode() for _, entry in site.redis.xrange(KEY)]
