@@ -22,6 +22,7 @@ import pytest
 import redis
 
 from consumer import Consumer
+from consumer.drain import EXIT_CODE
 from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
 from outbox import Event, Job, record
@@ -728,4 +729,31 @@ def test_sigterm_ends_a_consumer_whose_redis_hangs(
             server.resume()
         assert site.pending() in (0, int(busy))  # an acknowledgement under way may still arrive
         site.consumer()
+        site.settled(1)
+
+
+@pytest.mark.long
+def test_sigterm_ends_a_consumer_whose_postgresql_hangs(
+    own_postgres: Callable[..., PostgresServer], own_valkey: Callable[..., ValkeyServer], tmp_path: Path
+) -> None:
+    """Although nobody hears that the transaction is to be given up; others have its event at once."""
+    from outbox import schema
+
+    server = own_postgres()
+    schema.upgrade(server.url, "consumer")
+    with ExitStack() as stack:
+        site = Site(server.url, own_valkey().url, tmp_path, stack)
+        gate = tmp_path / "gate"
+        process = site.consumer(GATE=str(gate), CONSUMER_DRAIN_SECONDS="0.3", CONSUMER_CLAIM_SECONDS="60")
+        site.add(1)
+        eventually(lambda: site.starts.read_text())
+        server.pause()
+        try:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == EXIT_CODE
+        finally:
+            server.resume()
+        assert site.delivered() == [0]
+        gate.touch()
+        site.consumer(CONSUMER_CLAIM_SECONDS="60")
         site.settled(1)
