@@ -87,11 +87,15 @@ class ProcessDied(Exception):
 
 
 class _Lost(Exception):
-    """The connection was lost after handlers had begun, and nothing was committed; or PostgreSQL cannot work any more."""
+    """The connection was lost after handlers had begun, and nothing was committed; or PostgreSQL cannot work any more.
 
-    def __init__(self, error: str, blame: Blame) -> None:
-        super().__init__(error)
-        self.blame = blame
+    Attributes:
+        error: what said so: the driver's error, or what the handler made of it.
+    """
+
+    def __init__(self, error: Exception, blame: Blame) -> None:
+        super().__init__(brief(error))
+        self.error, self.blame = calls.raised(error), blame
 
 
 class _Held(Exception):
@@ -129,7 +133,8 @@ class Processor:
         self._ran, self._failures = _UNKNOWN  # events for the first time, of late
         self._told_held = float("-inf")
         self._one_by_one = False  # the batch lost its connection, and PostgreSQL was away then
-        self._suspect: tuple[str, str] | None = None  # ran alone when PostgreSQL went away
+        # What ran alone when PostgreSQL went away, and the error that it met.
+        self._suspect: tuple[tuple[str, str], Exception] | None = None
         self._stopping: Callable[[], bool] = lambda: False
         self._at_work: Connection | None = None
         self._cut = False
@@ -199,7 +204,7 @@ class Processor:
         """
         item = self._decoded(delivery)
         self._failed(
-            item, Failure(ProcessDied("process died while a handler was at this event"), Blame.CONNECTION), lambda: None
+            item, Failure(ProcessDied("process died while a handler was at this event"), Blame.PROCESS), lambda: None
         )
         self._look_up([item])
         return item
@@ -370,8 +375,8 @@ class Processor:
         """Run an item in a transaction of its own."""
         name = (item.delivery.stream, item.delivery.receipt)
         try:
-            if self._suspect == name:
-                raise _Lost("PostgreSQL went away while it ran alone", Blame.CONNECTION)
+            if self._suspect and self._suspect[0] == name:
+                raise _Lost(self._suspect[1], Blame.CONNECTION)
             self._transact([item], progress)
             if item.again:  # its connection is gone, this one is new
                 self._transact([item], progress, lenient=False)
@@ -381,10 +386,10 @@ class Processor:
             self._waited_in_vain()
             item.outcome = Outcome.HELD
         except _Lost as error:
-            self._suspect = name
+            self._suspect = name, error.error
             self._reach()
             self._suspect = None
-            self._failed(item, Failure(error, error.blame), progress)
+            self._failed(item, Failure(error.error, error.blame), progress)
         except Exception as error:
             self._failed(item, self._failure(item, error), progress)
 
@@ -486,7 +491,7 @@ class Processor:
             if work.committing and self._was_committed(work):
                 return
             if work.begun:
-                raise _Lost(f"the connection was lost: {brief(error)}", Blame.CONNECTION) from error
+                raise _Lost(error, Blame.CONNECTION) from error
         elif work.ended:
             if self._take_back(raw, items, work):
                 return
@@ -498,7 +503,7 @@ class Processor:
             raise _Held(brief(error)) from error
         elif work.begun and (not work.ours or sqlstate(error) in CHANGED):
             # It could work when the ledger rows were inserted; whether it cannot now is seen when this runs alone.
-            raise _Lost(brief(error), Blame.CONNECTION if ends_session(error) else Blame.NOBODY) from error
+            raise _Lost(error, Blame.CONNECTION if ends_session(error) else Blame.NOBODY) from error
         raise DatabaseUnavailable(f"PostgreSQL: {brief(error)}") from error
 
     def _connect(self) -> sqlalchemy.Connection:
@@ -603,7 +608,7 @@ class Processor:
         assert wait is not None
         of = item.handler.retry.attempts if item.handler else self._consumer.retry.attempts
         counted = f"attempt {wait.attempts} of {of}" if failure.blame is Blame.EVENT else "not counted"
-        if isinstance(failure.error, ProcessDied):
+        if failure.blame in (Blame.CONNECTION, Blame.PROCESS):
             counted = f"start {wait.starts} of {self._limits.max_deliveries}"
         _log.error(
             "handler failed (%s), tried again in %.1f s: %s %s: %s",

@@ -62,7 +62,11 @@ class Blame(enum.Enum):
 
     EVENT = enum.auto()  # an attempt
     NOBODY = enum.auto()  # tried again without end
-    CONNECTION = enum.auto()  # lost while it ran alone, or its process: as often as it may be delivered
+    CONNECTION = enum.auto()  # lost while it ran alone: as often as it may be delivered
+    PROCESS = enum.auto()  # ended while it ran alone: likewise
+
+
+_STARTS = (Blame.CONNECTION, Blame.PROCESS)  # of these the starts are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +430,7 @@ class Work:
         retry = item.handler.retry if item.handler else self.consumer.retry
         attempts = (row.attempts if row else 0) + (failure.blame is Blame.EVENT)
         tries = (row.tries if row else 0) + 1
-        starts = (row.starts if row else item.delivery.count) if failure.blame is Blame.CONNECTION else 0
+        starts = (row.starts if row else item.delivery.count) if failure.blame in _STARTS else 0
         what, kind = text_of(failure.error), named(failure.error)
         reason = None
         if size(item.delivery) > LARGEST_BYTES:
@@ -435,10 +439,12 @@ class Work:
             reason = "rejected"
         elif attempts >= retry.attempts and failure.blame is Blame.EVENT:
             reason = "attempts"
-        elif starts >= self.limits.max_deliveries:
+        elif starts >= self.limits.max_deliveries and failure.blame is Blame.PROCESS:
             reason = "process_died"
+        elif starts >= self.limits.max_deliveries:
+            reason = "connection_lost"
         if reason:
-            counted = starts if reason == "process_died" else attempts  # what was too often
+            counted = starts if reason in ("process_died", "connection_lost") else attempts  # what was too often
             item.grave = DeadLetter(item.delivery, event, reason, what, counted, kind)
             return Outcome.DEAD
         pause = retry.pause_seconds(tries)
