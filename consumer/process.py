@@ -48,7 +48,7 @@ from consumer.blame import (
 )
 from consumer.handlers import Consumer, Order
 from consumer.ledger import Connection, DeadLetter, Entity, Ledger, Waiting, size
-from consumer.work import Blame, Failure, Item, Limits, Outcome, Work, blame, chunk_for
+from consumer.work import Blame, Failure, Item, Limits, Outcome, Work, blame
 from outbox.envelope import decode
 from outbox.errors import HandlerTimeout, OutboxError, PayloadMismatch, SettingsError, UndecodableEntry
 from outbox.transport import Delivery
@@ -68,10 +68,12 @@ _REMIND_SECONDS = 30.0
 OVERDUE: Final = 70
 #: How long such a process takes to write that down, at most.
 _LAST_WORDS_SECONDS = 10.0
-#: Until it is known how many events fail: so many of so many.
-_UNKNOWN: Final = (100.0, 1.0)
-#: Of so many events at most it is remembered how many have failed.
+#: Until it is known how many events of a type fail: so many of so many.
+_UNKNOWN: Final = (0.1, 10.0)
+#: Of so many events of each type at most it is remembered how many have failed.
 _LATELY = 4000
+#: How likely it is that an event fails that has failed before.
+_AGAIN = 0.5
 #: Waiting events that are let go at a time when there is a handler for them.
 _WOKEN = 1000
 
@@ -130,7 +132,7 @@ class Processor:
         self._starting = starting
         self._unknown: set[str] = set()
         self._longest_patience_seconds = self._patience_seconds = patience_seconds
-        self._ran, self._failures = _UNKNOWN  # events for the first time, of late
+        self._lately: dict[str, tuple[float, float]] = {}  # of each type: how many failed, of how many
         self._told_held = float("-inf")
         self._one_by_one = False  # the batch lost its connection, and PostgreSQL was away then
         # What ran alone when PostgreSQL went away, and the error that it met.
@@ -364,12 +366,19 @@ class Processor:
         return False
 
     def _count_failures(self, items: Sequence[Item]) -> None:
-        """See how many events fail. Those that have failed before, and fail again, say nothing about others."""
-        fresh = [item for item in items if not item.waiting]
-        self._ran += len(fresh)
-        self._failures += sum(item.failure is not None for item in fresh)
-        if self._ran > _LATELY:
-            self._ran, self._failures = self._ran / 2, self._failures / 2
+        """See how many events of each type fail. Those that have failed before, and fail again, say nothing about others."""
+        for item in items:
+            if item.waiting or item.event is None or item.handler is None:
+                continue
+            failures, ran = self._lately.get(item.event.type, _UNKNOWN)
+            failures, ran = failures + (item.failure is not None), ran + 1
+            self._lately[item.event.type] = (failures, ran) if ran < _LATELY else (failures / 2, ran / 2)
+
+    def _failing(self, item: Item) -> float:
+        if item.waiting or item.event is None:
+            return _AGAIN
+        failures, ran = self._lately.get(item.event.type, _UNKNOWN)
+        return failures / ran
 
     def _alone(self, item: Item, progress: Callable[[], None]) -> None:
         """Run an item in a transaction of its own."""
@@ -462,7 +471,7 @@ class Processor:
         with self._connect() as connection, self._cuttable(driver_connection(connection)) as raw:
             work = Work(
                 items, self._consumer, self._ledger, self._limits, connection, raw, self._patience_seconds, progress,
-                self._starting, self._overdue, lenient, self._stopping, chunk_for(self._failures / self._ran),
+                self._starting, self._overdue, lenient, self._stopping, self._failing,
             )  # fmt: skip
             try:
                 with connection.begin() as transaction:
@@ -610,12 +619,15 @@ class Processor:
         counted = f"attempt {wait.attempts} of {of}" if failure.blame is Blame.EVENT else "not counted"
         if failure.blame in (Blame.CONNECTION, Blame.PROCESS):
             counted = f"start {wait.starts} of {self._limits.max_deliveries}"
+        known = (
+            item.waiting is not None and item.waiting.tries > 0
+        )  # it was shown the first time, and will be the last time
         _log.error(
             "handler failed (%s), tried again in %.1f s: %s %s: %s",
             counted, wait.seconds, event.type if event else None, event.id if event else item.delivery.receipt,
             brief(failure.error),
             extra={"action": "handler_failed", "event_id": str(event.id) if event else None, "attempts": wait.attempts},
-            exc_info=presentable(failure.error),
+            exc_info=None if known else presentable(failure.error),
         )  # fmt: skip
 
     def _tell_dead(self, item: Item, letter: DeadLetter) -> None:

@@ -105,7 +105,9 @@ def failing(database: Database) -> tuple[str, int, int, int]:
 # --- how often ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_handler_that_always_fails_has_so_many_attempts(database: Database, engine: sqlalchemy.Engine) -> None:
+def test_a_handler_that_always_fails_has_so_many_attempts(
+    database: Database, engine: sqlalchemy.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     handler = Broken(ValueError("no"))
     processor = Processor(fails(handler, Retry(attempts=3)), engine)
     batch = deliveries(entry(), entry("bad"), entry())
@@ -125,6 +127,9 @@ def test_a_handler_that_always_fails_has_so_many_attempts(database: Database, en
     assert kept[:-1] == ("attempts", "ValueError", "ValueError: no", 3, TOPIC, "bad", "A", False, True)
     assert dict(zip(kept[-1][::2], kept[-1][1::2], strict=True)) == batch[1].fields
     assert processor.process(batch) == [DUPLICATE] * 3
+    assert [(r.action, r.exc_info is not None) for r in caplog.records if hasattr(r, "action")] == [
+        ("handler_failed", True), ("handler_failed", False), ("dead_letter", True),
+    ]  # fmt: skip
 
 
 def test_what_fails_is_applied_once_when_it_can_be(database: Database, engine: sqlalchemy.Engine) -> None:
