@@ -24,7 +24,8 @@ import typer
 from consumer.dead_letters import Chosen, Kept, Progress, choose
 from consumer.dead_letters import discard as discarded
 from consumer.dead_letters import requeue as requeued
-from consumer.ledger import Aside, Connection, Operations, Selection
+from consumer.ledger import Aside, Connection, Ledger, Operations, Selection
+from consumer.settings import ConsumerSettings
 from outbox import schema as schemas
 from outbox.cli import confirmed, stop_on_signals
 from outbox.doctor import lasting
@@ -213,18 +214,32 @@ def waiting(
 def status(name: Name, as_json: Json = False, schema: Schema = None) -> None:
     """Sum up what a consumer has not applied: waiting events and dead letters, by reason. Changes nothing.
 
+    Also says whether so many are dead that it is paused: give it CONSUMER_DEAD_LETTER_LIMIT and
+    CONSUMER_DEAD_LETTER_WINDOW_SECONDS as the consumer has them.
+
     What it has not read or acknowledged yet, and how far behind it is, `outbox status` shows.
     """
     with _opened(name, schema) as (connection, operations):
         found = operations.sums(connection)
         _say_unknown(connection, operations, len(found))
+        without_redis: dict[str, Any] = {"redis_url": "redis://unused"}
+        settings = ConsumerSettings(**without_redis)
+        limit, seconds = settings.dead_letter_limit, settings.dead_letter_window_seconds
+        paused = 0 < limit <= Ledger(name, operations.schema).lately_dead(connection, seconds, limit)
     if as_json:
         kinds = ("count", "oldest_seconds", "due_seconds")
-        sums: dict[str, dict[str, dict[str, Any]]] = {"waiting": {}, "dead": {}}
+        sums: dict[str, Any] = {"waiting": {}, "dead": {}, "paused": None}
+        if paused:
+            sums["paused"] = {"dead_letters": limit, "within_seconds": seconds}
         for what, reason, *values in found:
             sums[what][reason] = {kind: value for kind, value in zip(kinds, values, strict=True) if value is not None}
         typer.echo(json.dumps(sums, indent=2))
         return
+    if paused:
+        typer.echo(
+            f"paused: {limit:,} dead letters within {seconds:g} s (CONSUMER_DEAD_LETTER_LIMIT); nothing is tried until "
+            "they are requeued, discarded or older"
+        )
     for what, reason, count, oldest, due in found:
         line = (
             f"{what:7}  {plain(reason)}: {count:,}, the oldest {'failed first' if what == 'waiting' else 'put aside'} "

@@ -120,6 +120,7 @@ def _ledger(connection: Connection, ledger: Ledger, settings: ConsumerSettings) 
         sums = Operations(ledger.consumer, ledger.schema).sums(connection)
         keeper = ledger.keeper(connection, MARGIN_SECONDS)
         present = ledger.partitions(connection)
+        lately = ledger.lately_dead(connection, settings.dead_letter_window_seconds, settings.dead_letter_limit)
     yield from partitions(present, ledger.schema, "processed_messages")
     if ahead < settings.ledger_partition_days * 86_400:
         yield warning(
@@ -133,6 +134,7 @@ def _ledger(connection: Connection, ledger: Ledger, settings: ConsumerSettings) 
     else:
         yield _keeps(keeper, ledger.schema)
     yield from _put_aside(ledger, sums)
+    yield _paused(ledger, settings, lately)
 
 
 def _put_aside(ledger: Ledger, sums: Sequence[tuple[str, str, int, float, float | None]]) -> Iterator[Finding]:
@@ -168,6 +170,20 @@ def _put_aside(ledger: Ledger, sums: Sequence[tuple[str, str, int, float, float 
         )  # fmt: skip
     else:
         yield ok("dead-letters", "no dead letters")
+
+
+def _paused(ledger: Ledger, settings: ConsumerSettings, lately: int) -> Finding:
+    """Whether the worker tries nothing, as it finds out itself."""
+    limit, seconds = settings.dead_letter_limit, settings.dead_letter_window_seconds
+    if 0 < limit <= lately:
+        schema = "" if ledger.schema == "public" else f" --schema {ledger.schema}"
+        return warning(
+            "paused", f"the consumer is paused: {limit:,} dead letters within {seconds:g} s "
+            "(CONSUMER_DEAD_LETTER_LIMIT), so nothing is tried",
+            f"Find what they have in common: consumer dead list {ledger.consumer}{schema}. Mend it, and requeue or "
+            "discard them; or it goes on when they are older.",
+        )  # fmt: skip
+    return ok("paused", "not so many dead letters of late that the consumer pauses")
 
 
 def _keeps(keeper: Keeper, schema: str) -> Finding:

@@ -43,7 +43,8 @@ class Retry:
         longest_seconds: longest pause.
         reject_on: exceptions that are put aside at once, like `consumer.Reject`.
         retry_on: exceptions that say nothing about the event (a service that is away): tried again without end, not counted,
-            also if they are among `reject_on`. So are deadlocks, serialization failures and lost connections anyway.
+            also if they are among `reject_on`. So are deadlocks and serialization failures anyway. Connections that an
+            event loses count by themselves, up to CONSUMER_MAX_DELIVERIES, whatever is said here.
     """
 
     attempts: int = 8

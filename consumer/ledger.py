@@ -983,7 +983,7 @@ class Operations:
     _TOPIC: LiteralString = "coalesce(topic, split_part(stream, ':', 1))"
 
     def __init__(self, consumer: str, schema: str = "public") -> None:
-        self.consumer = consumer
+        self.consumer, self.schema = consumer, schema
         self._names: dict[str, sql.Composable] = {
             name: sql.Identifier(schema, name)
             for name in ("processed_messages", "dead_letters", "message_failures", "consumer_retention")

@@ -53,7 +53,7 @@ from consumer.blame import (
 )
 from consumer.handlers import Consumer, Order
 from consumer.ledger import Connection, DeadLetter, Entity, Ledger, Waiting, size
-from consumer.work import Blame, Failure, Item, Limits, Outcome, Work, blame, chunk_for
+from consumer.work import Blame, Failure, Item, Limits, Outcome, Work, blame
 from outbox.envelope import decode
 from outbox.errors import HandlerTimeout, OutboxError, PayloadMismatch, SettingsError, UndecodableEntry
 from outbox.transport import Delivery
@@ -75,10 +75,12 @@ OVERDUE: Final = 70
 _LAST_WORDS_SECONDS = 10.0
 #: How long PostgreSQL may take to hear that it is to cancel a statement.
 _CANCEL_SECONDS = 2.0
-#: Until it is known how many events fail: so many of so many.
-_UNKNOWN: Final = (100.0, 1.0)
-#: Of so many events at most it is remembered how many have failed.
+#: Until it is known how many events of a type fail: so many of so many.
+_UNKNOWN: Final = (0.1, 10.0)
+#: Of so many events of each type at most it is remembered how many have failed.
 _LATELY = 4000
+#: How likely it is that an event fails that has failed before.
+_AGAIN = 0.5
 #: Waiting events that are let go at a time when there is a handler for them.
 _WOKEN = 1000
 
@@ -94,11 +96,15 @@ class ProcessDied(Exception):
 
 
 class _Lost(Exception):
-    """The connection was lost after handlers had begun, and nothing was committed; or PostgreSQL cannot work any more."""
+    """The connection was lost after handlers had begun, and nothing was committed; or PostgreSQL cannot work any more.
 
-    def __init__(self, error: str, blame: Blame) -> None:
-        super().__init__(error)
-        self.blame = blame
+    Attributes:
+        error: what said so: the driver's error, or what the handler made of it.
+    """
+
+    def __init__(self, error: Exception, blame: Blame) -> None:
+        super().__init__(brief(error))
+        self.error, self.blame = calls.raised(error), blame
 
 
 class _Held(Exception):
@@ -133,10 +139,11 @@ class Processor:
         self._starting = starting
         self._unknown: set[str] = set()
         self._longest_patience_seconds = self._patience_seconds = patience_seconds
-        self._ran, self._failures = _UNKNOWN  # events for the first time, of late
+        self._lately: dict[str, tuple[float, float]] = {}  # of each type: how many failed, of how many
         self._told_held = float("-inf")
         self._one_by_one = False  # the batch lost its connection, and PostgreSQL was away then
-        self._suspect: tuple[str, str] | None = None  # ran alone when PostgreSQL went away
+        # What ran alone when PostgreSQL went away, and the error that it met.
+        self._suspect: tuple[tuple[str, str], Exception] | None = None
         self._stopping: Callable[[], bool] = lambda: False
         self._at_work: Connection | None = None
         self._cut = False
@@ -206,7 +213,7 @@ class Processor:
         """
         item = self._decoded(delivery)
         self._failed(
-            item, Failure(ProcessDied("process died while a handler was at this event"), Blame.CONNECTION), lambda: None
+            item, Failure(ProcessDied("process died while a handler was at this event"), Blame.PROCESS), lambda: None
         )
         self._look_up([item])
         return item
@@ -366,19 +373,26 @@ class Processor:
         return False
 
     def _count_failures(self, items: Sequence[Item]) -> None:
-        """See how many events fail. Those that have failed before, and fail again, say nothing about others."""
-        fresh = [item for item in items if not item.waiting]
-        self._ran += len(fresh)
-        self._failures += sum(item.failure is not None for item in fresh)
-        if self._ran > _LATELY:
-            self._ran, self._failures = self._ran / 2, self._failures / 2
+        """See how many events of each type fail. Those that have failed before, and fail again, say nothing about others."""
+        for item in items:
+            if item.waiting or item.event is None or item.handler is None:
+                continue
+            failures, ran = self._lately.get(item.event.type, _UNKNOWN)
+            failures, ran = failures + (item.failure is not None), ran + 1
+            self._lately[item.event.type] = (failures, ran) if ran < _LATELY else (failures / 2, ran / 2)
+
+    def _failing(self, item: Item) -> float:
+        if item.waiting or item.event is None:
+            return _AGAIN
+        failures, ran = self._lately.get(item.event.type, _UNKNOWN)
+        return failures / ran
 
     def _alone(self, item: Item, progress: Callable[[], None]) -> None:
         """Run an item in a transaction of its own."""
         name = (item.delivery.stream, item.delivery.receipt)
         try:
-            if self._suspect == name:
-                raise _Lost("PostgreSQL went away while it ran alone", Blame.CONNECTION)
+            if self._suspect and self._suspect[0] == name:
+                raise _Lost(self._suspect[1], Blame.CONNECTION)
             self._transact([item], progress)
             if item.again:  # its connection is gone, this one is new
                 self._transact([item], progress, lenient=False)
@@ -388,10 +402,10 @@ class Processor:
             self._waited_in_vain()
             item.outcome = Outcome.HELD
         except _Lost as error:
-            self._suspect = name
+            self._suspect = name, error.error
             self._reach()
             self._suspect = None
-            self._failed(item, Failure(error, error.blame), progress)
+            self._failed(item, Failure(error.error, error.blame), progress)
         except Exception as error:
             self._failed(item, self._failure(item, error), progress)
 
@@ -464,7 +478,7 @@ class Processor:
         with self._connect() as connection, self._cuttable(driver_connection(connection)) as raw:
             work = Work(
                 items, self._consumer, self._ledger, self._limits, connection, raw, self._patience_seconds, progress,
-                self._starting, self._overdue, lenient, self._stopping, chunk_for(self._failures / self._ran),
+                self._starting, self._overdue, lenient, self._stopping, self._failing,
             )  # fmt: skip
             try:
                 with connection.begin() as transaction:
@@ -493,7 +507,7 @@ class Processor:
             if work.committing and self._was_committed(work):
                 return
             if work.begun:
-                raise _Lost(f"the connection was lost: {brief(error)}", Blame.CONNECTION) from error
+                raise _Lost(error, Blame.CONNECTION) from error
         elif work.ended:
             if self._take_back(raw, items, work):
                 return
@@ -505,7 +519,7 @@ class Processor:
             raise _Held(brief(error)) from error
         elif work.begun and (not work.ours or sqlstate(error) in CHANGED):
             # It could work when the ledger rows were inserted; whether it cannot now is seen when this runs alone.
-            raise _Lost(brief(error), Blame.CONNECTION if ends_session(error) else Blame.NOBODY) from error
+            raise _Lost(error, Blame.CONNECTION if ends_session(error) else Blame.NOBODY) from error
         raise DatabaseUnavailable(f"PostgreSQL: {brief(error)}") from error
 
     def _connect(self) -> sqlalchemy.Connection:
@@ -610,14 +624,17 @@ class Processor:
         assert wait is not None
         of = item.handler.retry.attempts if item.handler else self._consumer.retry.attempts
         counted = f"attempt {wait.attempts} of {of}" if failure.blame is Blame.EVENT else "not counted"
-        if isinstance(failure.error, ProcessDied):
+        if failure.blame in (Blame.CONNECTION, Blame.PROCESS):
             counted = f"start {wait.starts} of {self._limits.max_deliveries}"
+        known = (
+            item.waiting is not None and item.waiting.tries > 0
+        )  # it was shown the first time, and will be the last time
         _log.error(
             "handler failed (%s), tried again in %.1f s: %s %s: %s",
             counted, wait.seconds, event.type if event else None, event.id if event else item.delivery.receipt,
             brief(failure.error),
             extra={"action": "handler_failed", "event_id": str(event.id) if event else None, "attempts": wait.attempts},
-            exc_info=presentable(failure.error),
+            exc_info=None if known else presentable(failure.error),
         )  # fmt: skip
 
     def _tell_dead(self, item: Item, letter: DeadLetter) -> None:

@@ -41,8 +41,9 @@ class ConsumerSettings(Settings):
     #: How often to look for deliveries to take over, in seconds. Default 1. Looks that take long, since pending lists are,
     #: are made less often: a fiftieth of the time, but four times in ``claim_seconds`` at least.
     check_seconds: float = Field(default=1.0, gt=0, le=60)
-    #: How often an event may be delivered whose process ended each time (killed, out of memory, crashed) before it is put aside
-    #: as a dead letter. From the third time on it runs alone. Default 5.
+    #: How often an event may be delivered whose process ended each time (killed, out of memory, crashed), or that lost
+    #: its connection to PostgreSQL each time, before it is put aside as a dead letter. From the third time on it runs
+    #: alone. Default 5.
     max_deliveries: int = Field(default=5, ge=1, le=1000)
     #: Seconds that an event waits for a handler of its type (of a version that is being deployed, say) before it is put aside.
     #: At most what the ledger remembers. Default 3600.

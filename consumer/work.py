@@ -8,7 +8,6 @@ them a transaction.
 from __future__ import annotations
 
 import enum
-import math
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,8 +26,8 @@ from outbox.errors import HandlerMisuse, Reject
 from outbox.transport import Delivery
 from outbox.transport.base import Settled
 
-#: Events that a handler is called with, one by one, between two savepoints: fewest and most.
-_SMALLEST_CHUNK, CHUNK = 4, 64
+#: Most events that handlers are called with, one by one, between two savepoints.
+CHUNK = 64
 #: What a savepoint costs, in calls of a handler that sends one statement.
 _SAVEPOINT_CALLS = 1.5
 #: Of an error's text this many characters are kept.
@@ -62,7 +61,11 @@ class Blame(enum.Enum):
 
     EVENT = enum.auto()  # an attempt
     NOBODY = enum.auto()  # tried again without end
-    CONNECTION = enum.auto()  # lost while it ran alone, or its process: as often as it may be delivered
+    CONNECTION = enum.auto()  # lost while it ran alone: as often as it may be delivered
+    PROCESS = enum.auto()  # ended while it ran alone: likewise
+
+
+_STARTS = (Blame.CONNECTION, Blame.PROCESS)  # of these the starts are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,7 @@ class Work:
         tag: what the transaction can be told by from another (see `Ledger.tag`); None: it cannot.
         ended: a handler ended the transaction by a statement of its own.
         lenient: the connection is not new, so an event may fail for what handlers before it have set.
+        failing: how likely it is that a handler fails with an item.
         stopping: asked before every call of a handler; then the rest is left as it was, and what has run is committed.
     """
 
@@ -165,7 +169,7 @@ class Work:
     overdue: Callable[[Sequence[Item], Connection], None]
     lenient: bool = True
     stopping: Callable[[], bool] = lambda: False
-    chunk: int = CHUNK
+    failing: Callable[[Item], float] = lambda _: 0.0
     fresh: set[uuid.UUID] = field(default_factory=set)
     taken: list[Waiting] = field(default_factory=list)
     begun: bool = False
@@ -248,8 +252,8 @@ class Work:
         """Run the handlers, sorted by key: one key keeps its order, and a common order avoids deadlocks."""
         items.sort(key=_place)
         single = [item for item in items if item.handler and not item.handler.batch]
-        for start in range(0, len(single), self.chunk):
-            self._run_each(single[start : start + self.chunk])
+        for chunk in chunks(single, self.failing):
+            self._run_each(chunk)
         sets: dict[str, list[Item]] = {}
         for item in items:
             if item.handler and item.handler.batch and item.event:
@@ -426,7 +430,7 @@ class Work:
         retry = item.handler.retry if item.handler else self.consumer.retry
         attempts = (row.attempts if row else 0) + (failure.blame is Blame.EVENT)
         tries = (row.tries if row else 0) + 1
-        starts = (row.starts if row else item.delivery.count) if failure.blame is Blame.CONNECTION else 0
+        starts = (row.starts if row else item.delivery.count) if failure.blame in _STARTS else 0
         what, kind = text_of(failure.error), named(failure.error)
         reason = None
         if size(item.delivery) > LARGEST_BYTES:
@@ -435,10 +439,12 @@ class Work:
             reason = "rejected"
         elif attempts >= retry.attempts and failure.blame is Blame.EVENT:
             reason = "attempts"
-        elif starts >= self.limits.max_deliveries:
+        elif starts >= self.limits.max_deliveries and failure.blame is Blame.PROCESS:
             reason = "process_died"
+        elif starts >= self.limits.max_deliveries:
+            reason = "connection_lost"
         if reason:
-            counted = starts if reason == "process_died" else attempts  # what was too often
+            counted = starts if reason in ("process_died", "connection_lost") else attempts  # what was too often
             item.grave = DeadLetter(item.delivery, event, reason, what, counted, kind)
             return Outcome.DEAD
         pause = retry.pause_seconds(tries)
@@ -492,12 +498,20 @@ _WAITED_FOR = {
 }
 
 
-def chunk_for(failing: float) -> int:
-    """How many events to run between two savepoints where this share of them fails: each failure has half of them run again, so
-    that both together cost least where half of a chunk's failures cost as much as a savepoint."""
-    if failing <= 0:
-        return CHUNK
-    return max(_SMALLEST_CHUNK, min(CHUNK, round(math.sqrt(2 * _SAVEPOINT_CALLS / failing))))
+def chunks(items: Sequence[Item], failing: Callable[[Item], float]) -> Iterator[list[Item]]:
+    """What to run between two savepoints. A failure has what ran before it run again, so that both together cost least where
+    that costs as much, on the average, as a savepoint: before those who are likely to fail there is one."""
+    chunk: list[Item] = []
+    redone = 0.0
+    for item in items:
+        more = failing(item) * len(chunk)
+        if chunk and (redone + more > _SAVEPOINT_CALLS or len(chunk) == CHUNK):
+            yield chunk
+            chunk, redone, more = [], 0.0, 0.0
+        chunk.append(item)
+        redone += more
+    if chunk:
+        yield chunk
 
 
 #: Of a job, by its outcome in the ledger; of others: completed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Literal
 from urllib.parse import unquote, urlsplit
 
@@ -33,8 +34,9 @@ class RedisAddress:
     sentinel_options: dict[str, Any] | None = None
 
     @classmethod
+    @lru_cache(maxsize=8)  # redis-py takes milliseconds for what `_checked` asks, and processes are replaced in a hurry
     def parse(cls, url: str) -> RedisAddress:
-        """The address that a URL with ``redis``, not ``valkey``, means.
+        """The address that a URL with ``redis``, not ``valkey``, means. Not to be changed.
 
         Raises:
             ValueError: it is malformed. Says what is wrong, and nothing of the address, which may hold a password.

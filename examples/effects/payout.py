@@ -6,6 +6,7 @@
 * ``asking``: ask whether it was done before doing it. Possible: twice, when the first request was still under way.
 
 Each is a whole consumer: ``CONSUMER_BATCH_SIZE=1 consumer run examples.effects.payout:at_most_once``. Run one of them.
+They read a topic; all would be the same with a queue.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import httpx
 import psycopg
 import pytest
 
+from consumer import Envelope
 from consumer.process import Outcome, Processor
 from outbox import schema as schemas
 from outbox.envelope import uuid7
@@ -66,6 +68,14 @@ def shop(database_url: str) -> Iterator[Shop]:
     yield made
     made.connection.close()
     made.engine.dispose()
+
+
+def test_all_that_an_event_offers_is_listed() -> None:
+    table = PAGE.read_text().partition("## What an event offers")[2].partition("\n## ")[0]
+    listed = [name for row in re.findall(r"^\| (`.+?) \|", table, re.M) for name in re.findall(r"`event\.(\w+)", row)]
+    offered = {name for name in dir(Envelope) if not name.startswith("_")}
+    offered |= {field.name for field in dataclasses.fields(Envelope)}
+    assert sorted(listed) == sorted(offered)
 
 
 def test_typed_raw_and_rejected(shop: Shop) -> None:

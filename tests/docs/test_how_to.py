@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +41,56 @@ def test_what_is_shown_is_what_is_tested(page: str) -> None:
             assert text in (ROOT / name).read_text(), f"{name} has it otherwise:\n{text}"
         else:
             assert (page, name) in {("idempotency", each) for each in ("psycopg", "async", "delete")}, text
+
+
+def test_the_examples_run_as_the_page_says(database_url: str, redis_url: str, prefix: str) -> None:
+    found = re.search(r"<!-- test: run -->\n```bash\n(.*?)```", PAGES["effects"], re.DOTALL)
+    assert found
+    script = found[1]
+    with ExitStack() as stack:
+        free = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(2)]
+    for shown, port in zip(("8025", "8026"), free, strict=True):
+        assert shown in script
+        script = script.replace(shown, str(port))
+    assert "`kill $(jobs -p)` ends all" in PAGES["effects"]
+    environment = os.environ | {
+        "DATABASE_URL": database_url, "REDIS_URL": redis_url, "OUTBOX_KEY_PREFIX": prefix,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }  # fmt: skip
+    with psycopg.connect(database_url) as connection:  # nothing is there yet
+        connection.execute("DROP SCHEMA public CASCADE")
+        connection.execute("CREATE SCHEMA public")
+    shell = subprocess.Popen(
+        ["bash", "-c", f"{script}\nread\nkill $(jobs -p)\nwait"], cwd=ROOT, env=environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert shell.stdin is not None
+        assert shell.stdout is not None
+        wanted, said = {"mail to ali@example.com: Receipt for order", "/charges {", "/payouts {"}, ""
+        for line in shell.stdout:
+            said += line
+            wanted = {start for start in wanted if not line.startswith(start)}
+            if not wanted:
+                break
+        assert not wanted, said
+        shell.stdin.write("\n")
+        shell.stdin.flush()
+        shell.stdout.read()  # until all have ended
+        shell.wait(30)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)
+    command = [sys.executable, "-m", "outbox", "queues", "--json"]
+    queues = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    done = {queue["queue"]: queue["kept"]["completed"] for queue in json.loads(queues.stdout)}
+    assert done == {"mail": 1, "charges": 1}
+    with psycopg.connect(database_url) as connection:
+        counted = connection.execute(
+            "SELECT (SELECT count(*) FROM effects_orders), (SELECT count(*) FROM effects_charges), "
+            "(SELECT count(*) FROM effects_payouts WHERE status = 'paid')"
+        )
+        assert counted.fetchone() == (1, 1, 1)
 
 
 def test_psycopg(database_url: str) -> None:

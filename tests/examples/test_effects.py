@@ -26,13 +26,14 @@ from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
 from examples.effects import charge, mail, payout
 from examples.effects.models import Base
-from outbox import Event, record
+from examples.effects.servers import Held, Mailbox, PaymentApi
+from outbox import Event, Job, record
 from outbox.relay import Relay
 from outbox.settings import RelaySettings
-from tests.examples.servers import Held, Mailbox, PaymentApi, mailbox, payments
+from outbox.transport import ListTransport
+from outbox.transport.base import is_queue, queue_of
 from tests.waiting import eventually
 
-__all__ = ["mailbox", "payments"]  # fixtures
 ROOT = Path(__file__).parents[2]
 
 
@@ -69,7 +70,7 @@ class Place:
         return row[0] if row else None
 
     def finished(self, consumer: Consumer) -> Counter[str]:
-        """What became of the deliveries, once the consumer has acknowledged all that is in its streams, and nothing waits."""
+        """What became of the deliveries, once all that is in its streams and queues is done, and nothing waits."""
         counts: Counter[str] = Counter()
 
         def settled() -> bool:
@@ -84,12 +85,23 @@ class Place:
             return False
         with redis.Redis.from_url(self.redis_url, decode_responses=True) as client:
             for topic in consumer.topics:
+                if is_queue(topic):
+                    if any(self.jobs(queue_of(topic), status) for status in ("ready", "running", "delayed")):
+                        return False
+                    continue
                 key = f"{self.prefix}{{{topic}}}"
                 found: Any = {group["name"]: group for group in client.xinfo_groups(key)}
                 group, info = found.get(consumer.name), client.xinfo_stream(key)
                 if not group or group["pending"] or group["last-delivered-id"] != info["last-generated-id"]:
                     return False
         return True
+
+    def jobs(self, queue: str, status: str) -> list[Any]:
+        lists = ListTransport.from_url(self.redis_url, prefix=self.prefix)
+        try:
+            return list(lists.jobs(queue, status))
+        finally:
+            lists.close()
 
     @contextmanager
     def process(self, consumer: str) -> Iterator[subprocess.Popen[bytes]]:
@@ -100,6 +112,7 @@ class Place:
             "OUTBOX_KEY_PREFIX": self.prefix,
             "CONSUMER_BATCH_SIZE": "1",
             "CONSUMER_BLOCK_SECONDS": "0.1",
+            "CONSUMER_CLAIM_SECONDS": "1",
         }
         command = [sys.executable, "-m", "consumer", "run", f"examples.effects.{consumer}"]
         with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL) as process:
@@ -113,6 +126,25 @@ class Place:
 def place(database_url: str, redis_url: str, prefix: str) -> Iterator[Place]:
     with ExitStack() as stack:
         yield Place(database_url, redis_url, prefix, stack)
+
+
+@pytest.fixture
+def payments(monkeypatch: pytest.MonkeyPatch) -> Iterator[PaymentApi]:
+    """A payment API; PAYMENTS_URL leads to it."""
+    api = PaymentApi()
+    monkeypatch.setenv("PAYMENTS_URL", api.url)
+    with api.running():
+        yield api
+
+
+@pytest.fixture
+def mailbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mailbox]:
+    """An SMTP server; SMTP_HOST and SMTP_PORT lead to it."""
+    box = Mailbox()
+    with box.running():
+        monkeypatch.setenv("SMTP_HOST", box.host)
+        monkeypatch.setenv("SMTP_PORT", str(box.port))
+        yield box
 
 
 def killed_while_held(place: Place, consumer: str, held: Held) -> None:
@@ -129,11 +161,19 @@ def paid(number: int = 1) -> Event:
     )
 
 
-def wanted(topic: str, kind: str) -> Event:
-    return Event(topic=topic, type=kind, key="a1", payload={"amount_halala": 4950})
+def receipt(to: str) -> Job:
+    return Job(queue="mail", type="send_receipt", key=to, payload={"to": to, "amount_halala": 1})
 
 
-# --- chained events -----------------------------------------------------------------------------------------
+def card() -> Job:
+    return Job(queue="charges", type="charge_card", key="o1", payload={"amount_halala": 4950})
+
+
+def payout_wanted() -> Event:
+    return Event(topic="payouts", type="payout.wanted", key="a1", payload={"amount_halala": 4950})
+
+
+# --- what follows from an event -------------------------------------------------------------------------------
 
 
 def test_an_order_is_kept_and_one_receipt_goes_out_whatever_redis_forgets(place: Place, mailbox: Mailbox) -> None:
@@ -149,19 +189,19 @@ def test_an_order_is_kept_and_one_receipt_goes_out_whatever_redis_forgets(place:
         for consumer in (mail.shop, mail.mailer):
             place.worker(consumer).run_once()  # makes its group again
         eventually(lambda: _published_again(place))
-    receipt = uuid.uuid5(order.id, "receipt")
+    job = uuid.uuid5(order.id, "receipt")
     (message,) = mailbox.messages
-    assert message["Message-ID"] == f"<{receipt}@shop.example>"
+    assert message["Message-ID"] == f"<{job}@shop.example>"
     assert (message["To"], message["Subject"]) == ("ali@example.com", "Receipt for order o1")
     assert "49.50 SAR" in str(message.get_payload())
     assert place.one("SELECT count(*) FROM effects_orders") == 1
-    assert place.one("SELECT outcome FROM processed_messages WHERE event_id = %s", receipt) == "applied"
+    assert place.one("SELECT outcome FROM processed_messages WHERE event_id = %s", job) == "applied"
 
 
 def _published_again(place: Place) -> bool:
     place.relay.run_once()
     with redis.Redis.from_url(place.redis_url) as client:
-        return all(client.xlen(f"{place.prefix}{{{topic}}}") == 1 for topic in ("orders", "mails"))
+        return client.xlen(f"{place.prefix}{{orders}}") == 1 and len(place.jobs("mail", "ready")) == 1
 
 
 def test_a_failed_try_leaves_no_receipt_and_the_next_one_one(place: Place) -> None:
@@ -171,11 +211,11 @@ def test_a_failed_try_leaves_no_receipt_and_the_next_one_one(place: Place) -> No
     with psycopg.connect(place.database_url) as connection:
         connection.execute("ALTER TABLE effects_orders ADD CONSTRAINT refuses CHECK (amount_halala = 0)")
     assert worker.run_once()[Outcome.APPLIED] == 0
-    assert place.one("SELECT count(*) FROM outbox WHERE topic = 'mails'") == 0
+    assert place.one("SELECT count(*) FROM outbox WHERE topic = 'queue/mail'") == 0
     with psycopg.connect(place.database_url) as connection:
         connection.execute("ALTER TABLE effects_orders DROP CONSTRAINT refuses")
     eventually(lambda: worker.run_once()[Outcome.APPLIED] == 1)
-    assert place.one("SELECT count(*) FROM outbox WHERE topic = 'mails'") == 1
+    assert place.one("SELECT count(*) FROM outbox WHERE topic = 'queue/mail'") == 1
 
 
 def test_the_same_event_has_the_same_consequence_in_another_database(
@@ -189,9 +229,9 @@ def test_the_same_event_has_the_same_consequence_in_another_database(
         for one in (place, other):
             one.publish(order)
             assert one.finished(mail.shop) == {"applied": 1}
-            found.append(one.one("SELECT event_id FROM outbox WHERE topic = 'mails'"))
+            found.append(one.one("SELECT event_id FROM outbox WHERE topic = 'queue/mail'"))
             assert one.one("SELECT time BETWEEN created_at - interval '1 minute' AND created_at FROM outbox "
-                           "WHERE topic = 'mails'")  # fmt: skip
+                           "WHERE topic = 'queue/mail'")  # fmt: skip
     assert found == [uuid.uuid5(order.id, "receipt")] * 2
 
 
@@ -202,12 +242,7 @@ def test_a_mailbox_that_is_not_there_is_a_dead_letter_and_one_that_is_busy_waits
     place: Place, mailbox: Mailbox
 ) -> None:
     mailbox.refused = {"no@example.com": "550 no such mailbox", "busy@example.com": "450 later"}
-    place.publish(
-        *(
-            Event(topic="mails", type="receipt.wanted", key=to, payload={"to": to, "amount_halala": 1})
-            for to in ("no@example.com", "busy@example.com", "ali@example.com")
-        )
-    )
+    place.publish(*(receipt(to) for to in ("no@example.com", "busy@example.com", "ali@example.com")))
     worker = place.worker(mail.mailer)
     eventually(lambda: worker.run_once() and place.one("SELECT count(*) FROM dead_letters") and len(mailbox.messages))
     assert place.one("SELECT attempts FROM dead_letters") == 1
@@ -232,7 +267,7 @@ def test_a_mail_in_doubt_is_sent_again_with_the_same_message_id(place: Place, ma
 
 
 def test_with_an_idempotency_key_there_is_one_charge(place: Place, payments: PaymentApi) -> None:
-    place.publish(wanted("charges", "charge.wanted"))
+    place.publish(card())
     payments.held.at = "after"
     killed_while_held(place, "charge:billing", payments.held)
     assert (len(payments.charges), place.one("SELECT count(*) FROM effects_charges")) == (1, 0)
@@ -245,7 +280,7 @@ def test_with_an_idempotency_key_there_is_one_charge(place: Place, payments: Pay
 @pytest.mark.long
 def test_while_one_process_is_at_it_no_other_makes_the_call(place: Place, payments: PaymentApi) -> None:
     """Even if it is frozen in the call and others take the delivery over: its transaction holds the ledger row."""
-    place.publish(wanted("charges", "charge.wanted"))
+    place.publish(card())
     payments.held.at = "after"
     with place.process("charge:billing") as process:
         assert payments.held.arrived.wait(60)
@@ -276,7 +311,7 @@ def test_while_one_process_is_at_it_no_other_makes_the_call(place: Place, paymen
 def test_without_a_key_one_thing_or_the_other_remains_possible(
     place: Place, payments: PaymentApi, consumer: str, moment: Any, calls: int, payouts: int, status: str
 ) -> None:
-    place.publish(wanted("payouts", "payout.wanted"))
+    place.publish(payout_wanted())
     payments.held.at = moment
     killed_while_held(place, f"payout:{consumer}", payments.held)
     payments.held.at = None  # for whoever comes next; the first one still waits
@@ -291,7 +326,7 @@ def test_at_most_once_is_tried_again_where_nothing_was_sent(
     place: Place, payments: PaymentApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = place.worker(payout.at_most_once)
-    place.publish(wanted("payouts", "payout.wanted"))
+    place.publish(payout_wanted())
     address = os.environ["PAYMENTS_URL"]
     monkeypatch.setenv("PAYMENTS_URL", "http://127.0.0.1:1")
     assert worker.run_once()[Outcome.APPLIED] == 0
@@ -310,7 +345,7 @@ def test_without_an_answer_it_is_as_after_a_death(
     place: Place, payments: PaymentApi, consumer: str, payouts: int, status: str
 ) -> None:
     worker = place.worker(getattr(payout, consumer))
-    place.publish(wanted("payouts", "payout.wanted"))
+    place.publish(payout_wanted())
     payments.silent = True
     assert worker.run_once()[Outcome.APPLIED] == 0
     payments.silent = False
@@ -321,7 +356,7 @@ def test_without_an_answer_it_is_as_after_a_death(
 
 def test_with_a_key_a_call_without_an_answer_is_one_charge(place: Place, payments: PaymentApi) -> None:
     worker = place.worker(charge.billing)
-    place.publish(wanted("charges", "charge.wanted"))
+    place.publish(card())
     payments.silent = True
     assert worker.run_once()[Outcome.APPLIED] == 0
     payments.silent = False

@@ -171,6 +171,11 @@ def test_dead_letters_are_counted_by_reason(bench: Bench) -> None:
     assert found.level == "warning"
     assert found.what == "3 deliveries are put aside as dead letters (2 bad, 1 worse)"
     assert found.do.endswith("consumer dead list ledger.")
+    assert seen(bench, "paused").level == "ok"
+    assert seen(bench, "paused", dead_letter_limit=4).level == "ok"
+    assert seen(bench, "paused", dead_letter_limit=0).level == "ok"
+    found = seen(bench, "paused", dead_letter_limit=3, dead_letter_window_seconds=60)
+    assert (found.level, "paused: 3 dead letters within 60 s" in found.what) == ("warning", True)
 
 
 def test_events_that_wait_are_told_and_warned_of_when_they_are_many_late_or_old(bench: Bench) -> None:

@@ -231,7 +231,8 @@ def test_a_server_that_cannot_work_is_nobodys_fault(
 ) -> None:
     assert Processor(bad(raises(state)), engine).process(three()) == [APPLIED, RETRY, APPLIED]
     assert Processor(bad(raises(state)), engine).process(deliveries(entry("bad"))) == [RETRY]
-    assert caplog.text.count("not counted") == 2
+    counted = "start 1 of 5" if state == "57P01" else "not counted"  # that is as good as a lost connection
+    assert caplog.text.count(counted) == 2
     assert database.effects == 2
     assert database.all("SELECT attempts, tries FROM public.message_failures") == [(0, 1), (0, 1)]
 

@@ -12,6 +12,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +270,7 @@ def test_what_waits_is_listed_and_summed_up(office: Office) -> None:
     assert f"{event}  3 attempts  ValueError" in lines[0]
     assert lines[0].endswith("  next 2030-01-01T00:00:00Z")
     sums = office.found("status", NAME)
+    assert sums.pop("paused") is None
     assert {what: {reason: found["count"] for reason, found in by.items()} for what, by in sums.items()} == {
         "waiting": {"failed": 1, "gap": 1}, "dead": {"failed": 1},
     }  # fmt: skip
@@ -276,6 +278,22 @@ def test_what_waits_is_listed_and_summed_up(office: Office) -> None:
     assert sums["waiting"]["failed"]["due_seconds"] == 0
     assert "dead     failed: 1, the oldest put aside " in office.done("status", NAME)
     assert "nothing waits" in office.done("status", "third")
+
+
+def test_the_status_says_that_a_flood_of_dead_letters_pauses_the_consumer(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CONSUMER_DEAD_LETTER_LIMIT", "3")
+    monkeypatch.setenv("CONSUMER_DEAD_LETTER_WINDOW_SECONDS", "60")
+    for age in (0, 1, 61):
+        office.letter(uuid.uuid4(), created_at=datetime.now(UTC) - timedelta(seconds=age))
+    office.letter(uuid.uuid4(), consumer="other")
+    assert "paused" not in office.done("status", NAME)
+    office.letter(uuid.uuid4())
+    assert office.found("status", NAME)["paused"] == {"dead_letters": 3, "within_seconds": 60}
+    assert office.done("status", NAME).startswith("paused: 3 dead letters within 60 s (CONSUMER_DEAD_LETTER_LIMIT)")
+    monkeypatch.setenv("CONSUMER_DEAD_LETTER_LIMIT", "0")
+    assert office.found("status", NAME)["paused"] is None
 
 
 # --- requeue ---------------------------------------------------------------------------------------------------------------

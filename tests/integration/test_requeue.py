@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from decimal import Decimal
 from functools import partial
@@ -150,6 +151,46 @@ def test_o_65_o_70_requeued_events_get_all_attempts_and_take_effect_once(
     shop.write(1)
     shop.work(shop.done(4))
     assert max(shop.effects().values()) == 1
+
+
+@dataclass
+class Exact:
+    amount: int
+
+
+@dataclass
+class Mended:
+    amount: int | Decimal
+
+
+def test_a_payload_of_another_type_is_applied_after_the_type_was_mended(shop: Shop) -> None:
+    """The letter is decoded anew, by the annotation of whoever runs it."""
+    shop.broken = False
+
+    def deployed(wanted: type) -> Consumer:
+        def handler(event: Any, session: Session) -> None:
+            shop.handle(event, session)
+
+        handler.__annotations__["event"] = Envelope[wanted]  # type: ignore[valid-type]
+        made = Consumer(NAME, topics=[TOPIC])
+        made.on("credited")(handler)
+        return made
+
+    (fits,) = shop.write(1, payload={"amount": 5})
+    (other,) = shop.write(1, payload={"amount": "0.30"})
+    shop.work(lambda: shop.dead() == 1 and shop.done(1)(), deployed(Exact))
+    assert shop.requeue("--reason", "payload") == 1, "not mended yet"
+    shop.work(lambda: shop.dead() == 1 and shop.over(), deployed(Exact))
+    (letter,) = shop.letters()
+    assert (letter["event_id"], letter["reason"]) == (other, "payload")
+    assert letter["error"].startswith("payload.amount: ")
+    assert "0.30" not in letter["error"]
+    assert shop.requeue("--reason", "payload") == 1
+    shop.work(shop.done(2), deployed(Mended))
+    assert [(str(event.id), event.payload) for event in shop.seen] == [
+        (fits, Exact(5)), (other, Mended(Decimal("0.30"))),
+    ]  # fmt: skip
+    assert shop.dead() == 0
 
 
 def test_o_34_what_an_old_version_had_no_handler_for_is_requeued_for_the_new_one(shop: Shop) -> None:

@@ -105,7 +105,9 @@ def failing(database: Database) -> tuple[str, int, int, int]:
 # --- how often ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_handler_that_always_fails_has_so_many_attempts(database: Database, engine: sqlalchemy.Engine) -> None:
+def test_a_handler_that_always_fails_has_so_many_attempts(
+    database: Database, engine: sqlalchemy.Engine, caplog: pytest.LogCaptureFixture
+) -> None:
     handler = Broken(ValueError("no"))
     processor = Processor(fails(handler, Retry(attempts=3)), engine)
     batch = deliveries(entry(), entry("bad"), entry())
@@ -125,6 +127,9 @@ def test_a_handler_that_always_fails_has_so_many_attempts(database: Database, en
     assert kept[:-1] == ("attempts", "ValueError", "ValueError: no", 3, TOPIC, "bad", "A", False, True)
     assert dict(zip(kept[-1][::2], kept[-1][1::2], strict=True)) == batch[1].fields
     assert processor.process(batch) == [DUPLICATE] * 3
+    assert [(r.action, r.exc_info is not None) for r in caplog.records if hasattr(r, "action")] == [
+        ("handler_failed", True), ("handler_failed", False), ("dead_letter", True),
+    ]  # fmt: skip
 
 
 def test_what_fails_is_applied_once_when_it_can_be(database: Database, engine: sqlalchemy.Engine) -> None:
@@ -805,17 +810,22 @@ def test_o_62_who_knows_which_event_it_was_says_so(database: Database, engine: s
 
 
 def test_an_event_that_loses_its_connection_does_so_no_more_than_it_may_be_delivered(
-    database: Database, engine: sqlalchemy.Engine
+    database: Database, engine: sqlalchemy.Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     def handler(event: Envelope, session: Session) -> None:
         session.execute(text("SELECT pg_terminate_backend(pg_backend_pid())"))
 
-    processor = Processor(fails(handler), engine, limits=Limits(max_deliveries=3))
+    retry = Retry(attempts=100, retry_on=(sqlalchemy.exc.DBAPIError,))  # neither says anything about it
+    processor = Processor(fails(handler, retry), engine, limits=Limits(max_deliveries=3))
     assert processor.process(deliveries(entry(), entry("bad"), entry())) == [APPLIED, RETRY, APPLIED]
     assert failing(database) == ("failed", 0, 1, 1)
+    said = database.one("SELECT error_class, error FROM public.message_failures")
+    assert said == ("AdminShutdown", "AdminShutdown: terminating connection due to administrator command")
+    assert "start 1 of 3" in caplog.text
     assert again(processor, database) == [RETRY]
     assert again(processor, database) == [DEAD]
-    assert (database.effects, database.dead) == (2, ["process_died"])
+    assert (database.effects, database.dead) == (2, ["connection_lost"])
+    assert database.one("SELECT error_class, error, attempts FROM public.dead_letters") == (*said, 3)
 
 
 def test_while_postgresql_is_away_nothing_is_counted(

@@ -1,18 +1,23 @@
-"""Servers on loopback that the examples call, and that can keep a caller waiting in the worst moment."""
+"""A mail server and a payment API for the examples to call: ``python -m examples.effects.servers``.
+
+They keep what they take in memory. For the tests they can keep a caller waiting in the worst moment.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import email
 import json
+import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
-import pytest
+from aiosmtpd.smtp import SMTP
 
 Moment = Literal["before", "after"]
 
@@ -38,6 +43,10 @@ class Held:
 class PaymentApi:
     """Charges by ``POST /charges`` (with an Idempotency-Key) and payouts by ``POST /payouts`` (without one).
 
+    Args:
+        port: 0: one that the system chooses.
+        say: is told what it does.
+
     Attributes:
         charges: what was charged, in order.
         payouts: what was paid out, in order.
@@ -45,7 +54,7 @@ class PaymentApi:
         silent: it ends the connection where an answer should come, after doing what was asked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, say: Callable[[str], object] = lambda _: None) -> None:
         self.charges: list[dict[str, Any]] = []
         self.payouts: list[dict[str, Any]] = []
         self.calls = 0
@@ -53,6 +62,7 @@ class PaymentApi:
         self.held = Held()
         self._keys: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
+        self._say = say
         api = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -78,8 +88,21 @@ class PaymentApi:
 
             def log_message(self, *_: object) -> None: ...
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self._server = ThreadingHTTPServer((host, port), Handler)
+        self.url = f"http://{host}:{self._server.server_port}"
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Serves in a thread; lets go of whom it keeps waiting at the end."""
+        thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.held.release()
+            self._server.shutdown()
+            thread.join()
+            self._server.server_close()
 
     def book(self, path: str, body: dict[str, Any], key: str | None) -> dict[str, Any]:
         with self._lock:
@@ -88,27 +111,51 @@ class PaymentApi:
         with self._lock:
             made = self.charges if path == "/charges" else self.payouts
             booked = self._keys.get(key) if key else None
+            again = booked is not None
             if booked is None:
                 booked = {"id": f"{path[1:3]}_{len(made) + 1}", **body}
                 made.append(booked)
                 if key:
                     self._keys[key] = booked
+        self._say(f"{path} {booked}" + (", with a key that was used: nothing is done" if again else ""))
         self.held.wait("after")
         return booked
 
 
 class Mailbox:
-    """What an SMTP server took.
+    """An SMTP server (aiosmtpd), and what it took.
+
+    Args:
+        port: 0: one that the system chooses.
+        say: is told what it takes.
 
     Attributes:
         refused: addresses, and what it says to them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, say: Callable[[str], object] = lambda _: None) -> None:
         self.refused: dict[str, str] = {}
         self.messages: list[Message] = []
         self.held = Held()
-        self.host, self.port = "127.0.0.1", 0
+        self.host, self.port = host, port
+        self._say = say
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Serves in a thread. aiosmtpd's own Controller wants to know the port before."""
+        loop = asyncio.new_event_loop()
+        server = loop.run_until_complete(loop.create_server(lambda: SMTP(self, loop=loop), self.host, self.port))
+        self.port = server.sockets[0].getsockname()[1]
+        thread = threading.Thread(target=loop.run_forever, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.held.release()
+            loop.call_soon_threadsafe(server.close)
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
 
     async def handle_RCPT(self, _server: Any, _session: Any, envelope: Any, address: str, _options: Any) -> str:
         if address in self.refused:
@@ -117,50 +164,26 @@ class Mailbox:
         return "250 known"
 
     async def handle_DATA(self, _server: Any, _session: Any, envelope: Any) -> str:
-        import email
-
-        self.messages.append(email.message_from_bytes(envelope.content))
+        message = email.message_from_bytes(envelope.content)
+        self.messages.append(message)
+        self._say(f"mail to {message['To']}: {message['Subject']}, {message['Message-ID']}")
         await asyncio.to_thread(self.held.wait, "after")
         return "250 taken"
 
 
-@pytest.fixture
-def payments(monkeypatch: pytest.MonkeyPatch) -> Iterator[PaymentApi]:
-    """A payment API; PAYMENTS_URL leads to it."""
-    api = PaymentApi()
-    thread = threading.Thread(target=api.server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    monkeypatch.setenv("PAYMENTS_URL", api.url)
-    yield api
-    api.held.release()
-    api.server.shutdown()
-    thread.join()
-    api.server.server_close()
+def main() -> None:
+    """Run both where SMTP_HOST, SMTP_PORT and PAYMENTS_URL say, and print what they take."""
+    url = urlsplit(os.environ["PAYMENTS_URL"])
+    api = PaymentApi(url.hostname or "127.0.0.1", url.port or 80, say=_print)
+    box = Mailbox(os.environ["SMTP_HOST"], int(os.environ["SMTP_PORT"]), say=_print)
+    with suppress(KeyboardInterrupt), api.running(), box.running():
+        _print(f"mails are taken at {box.host}:{box.port}, payments at {api.url}; Ctrl-C ends both")
+        threading.Event().wait()
 
 
-@pytest.fixture
-def mailbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mailbox]:
-    """An SMTP server; SMTP_HOST and SMTP_PORT lead to it."""
-    box = Mailbox()
-    with _smtp(box):
-        monkeypatch.setenv("SMTP_HOST", box.host)
-        monkeypatch.setenv("SMTP_PORT", str(box.port))
-        yield box
-        box.held.release()
+def _print(what: str) -> None:
+    print(what, flush=True)
 
 
-@contextmanager
-def _smtp(box: Mailbox) -> Iterator[None]:
-    """aiosmtpd on a port that the system chooses; its own Controller wants to know the port before."""
-    from aiosmtpd.smtp import SMTP
-
-    loop = asyncio.new_event_loop()
-    server = loop.run_until_complete(loop.create_server(lambda: SMTP(box, loop=loop), box.host, 0))
-    box.port = server.sockets[0].getsockname()[1]
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    yield
-    loop.call_soon_threadsafe(server.close)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+if __name__ == "__main__":
+    main()
