@@ -25,7 +25,16 @@ from outbox import Event
 from outbox.embedded import ValkeyServer
 from outbox.envelope import uuid7, wire
 from outbox.errors import GroupLost, StreamUnusable, TransportUnavailable
-from outbox.transport import Delivery, ListTransport, Marker, MemoryTransport, Part, Settled
+from outbox.transport import (
+    Delivery,
+    ListTransport,
+    Marker,
+    MemoryTransport,
+    Part,
+    Router,
+    Settled,
+    StreamTransport,
+)
 from outbox.transport.base import Transport
 from outbox.transport.servers import Server as OneServer
 from tests.contract.test_transport import CLIENTS, SERVERS, Queue, label, made, marker
@@ -555,18 +564,47 @@ def test_o_13_of_eight_reclaimers_one_makes_each_job_ready(there: Queue) -> None
     assert {d.count for d in again} == {2}
 
 
-def test_any_worker_of_the_installation_makes_jobs_ready_whose_own_workers_are_gone(there: Queue) -> None:
+@pytest.mark.parametrize("claims", ["overdue", "lost"])
+def test_o_13_o_39_at_most_128_jobs_of_a_queue_are_ready_again_in_one_round(there: Queue, claims: str) -> None:
+    """A server is busy with one script at a time. A worker goes on at once while there are more. Lost claims come again so many
+    at a time, too."""
+    transport, key = there.transport, f"{there.key(MAIL)}:claims"
+    job_ids = add(there, *[job() for _ in range(300)])
+    take(there, 300, process="dead")
+    assert transport.reclaim() == 0
+    if claims == "lost":
+        there.raw.delete(key)
+        known = []
+        for _ in range(4):
+            assert transport.reclaim() == 0
+            known.append(there.raw.zcard(key))
+        assert known == [128, 256, 300, 300]
+    there.raw.zadd(key, dict.fromkeys(job_ids, 1))
+    other, again = there.another(), []
+    for ready in (128, 256, 300):
+        other.reclaim_when_due()
+        found = Counter(where(there).values())
+        assert (found["ready"], found["running"]) == (ready, 300 - ready)
+        again.append(other._reclaim_due <= time.monotonic())
+    assert again == [True, True, False]
+
+
+@pytest.mark.parametrize("others", ["queue/other", "letters"])
+def test_any_worker_of_the_installation_makes_jobs_ready_whose_own_workers_are_gone(there: Queue, others: str) -> None:
+    """Also one that reads a topic."""
     job_ids = add(there, *[job() for _ in range(3)])
     take(there, process="dead")
     overdue(there, *job_ids)
     (state,) = there.transport.queues()
     assert (state.orphaned, state.counts["running"], state.counts["ready"]) == (3, 3, 0)
-    other = there.another()
-    other.open("others", ["queue/other"])
-    other.claim("others", "w", "queue/other", 60, 10)
+    lists = there.another()
+    other = Router(StreamTransport(lists._servers, there.prefix), lists)
+    other.open("others", [others])
+    other.claim("others", "w", others, 60, 10)
     states = {state.queue: state for state in there.transport.queues()}
     assert (states["mail"].orphaned, states["mail"].counts["ready"]) == (0, 3)
-    assert states["other"].group == "others"
+    assert others == "letters" or states["other"].group == "others"
+    other.close()
 
 
 def test_an_id_without_a_claim_is_taken_over_when_nobody_renews_it(there: Queue) -> None:
