@@ -25,16 +25,7 @@ from outbox import Event
 from outbox.embedded import ValkeyServer
 from outbox.envelope import uuid7, wire
 from outbox.errors import GroupLost, StreamUnusable, TransportUnavailable
-from outbox.transport import (
-    Delivery,
-    ListTransport,
-    Marker,
-    MemoryTransport,
-    Part,
-    Router,
-    Settled,
-    StreamTransport,
-)
+from outbox.transport import Delivery, ListTransport, Marker, MemoryTransport, Part, Settled
 from outbox.transport.base import Transport
 from outbox.transport.servers import Server as OneServer
 from tests.contract.test_transport import CLIENTS, SERVERS, Queue, label, made, marker
@@ -528,17 +519,15 @@ def test_o_64_delayed_jobs_without_data_do_not_hold_up_good_ones(there: Queue) -
     due = datetime.now(UTC) + timedelta(seconds=0.2)
     broken, good = [job(run_at=due) for _ in range(200)], [job(run_at=due) for _ in range(50)]
     add(there, *broken, *good)
+    there.transport.publish([batch(good[:1])])
     for job_id in ids(broken):
         assert there.raw.delete(f"{there.key(MAIL)}:job:{job_id}") == 1
+    eventually(lambda: there.transport.queues()[0].next_due < datetime.now(UTC))
     done: list[str] = []
-
-    def work() -> bool:
+    for _ in range(6):  # looks, the first of which may be by a clock that is a little behind ours
         found = take(there, 10)
         there.transport.ack(GROUP, found)
         done.extend(ids(found))
-        return len(done) == 50
-
-    eventually(work)
     assert sorted(done) == sorted(ids(good))
     (state,) = there.transport.queues()
     assert (state.counts["failed"], state.counts["delayed"], state.counts["ready"]) == (200, 0, 0)
@@ -589,22 +578,18 @@ def test_o_13_o_39_at_most_128_jobs_of_a_queue_are_ready_again_in_one_round(ther
     assert again == [True, True, False]
 
 
-@pytest.mark.parametrize("others", ["queue/other", "letters"])
-def test_any_worker_of_the_installation_makes_jobs_ready_whose_own_workers_are_gone(there: Queue, others: str) -> None:
-    """Also one that reads a topic."""
+def test_any_worker_of_the_installation_makes_jobs_ready_whose_own_workers_are_gone(there: Queue) -> None:
     job_ids = add(there, *[job() for _ in range(3)])
     take(there, process="dead")
     overdue(there, *job_ids)
     (state,) = there.transport.queues()
     assert (state.orphaned, state.counts["running"], state.counts["ready"]) == (3, 3, 0)
-    lists = there.another()
-    other = Router(StreamTransport(lists._servers, there.prefix), lists)
-    other.open("others", [others])
-    other.claim("others", "w", others, 60, 10)
+    other = there.another()
+    other.open("others", ["queue/other"])
+    other.claim("others", "w", "queue/other", 60, 10)
     states = {state.queue: state for state in there.transport.queues()}
     assert (states["mail"].orphaned, states["mail"].counts["ready"]) == (0, 3)
-    assert others == "letters" or states["other"].group == "others"
-    other.close()
+    assert states["other"].group == "others"
 
 
 def test_an_id_without_a_claim_is_taken_over_when_nobody_renews_it(there: Queue) -> None:

@@ -529,6 +529,33 @@ def test_a_job_that_is_in_no_list_any_more_can_be_enqueued_again(shop: Shop) -> 
     lost, there = job(), job()
     assert shop.lists.enqueue([lost]) == [True]
     shop.site.redis.delete(f"{shop.site.base}:ready:normal")
+@pytest.mark.long
+def test_o_64_a_worker_does_good_jobs_behind_broken_ones_soon_and_at_leisure(site: QueueSite) -> None:
+    """200 have lost their data when they are due, with 50 good ones behind them."""
+    site.consumer(CONSUMER_BLOCK_SECONDS="1", CONSUMER_CHECK_SECONDS="1", CONSUMER_CLAIM_SECONDS="60")
+    site.ready(1)
+    numbers = count(1)
+
+    def looks() -> int:
+        return int(site.redis.info("commandstats")["cmdstat_evalsha"]["calls"])
+
+    def done() -> float:
+        number = next(numbers)
+        due = datetime.now(UTC) + timedelta(seconds=0.5)
+        broken, good = [job(run_at=due) for _ in range(200)], [job(run_at=due) for _ in range(50)]
+        site.lists.enqueue([*broken, *good])
+        assert site.redis.delete(*[f"{site.base}:job:{each.id}" for each in broken]) == 200
+        begun, before = time.monotonic(), looks()
+        site.settled(50 * number)
+        took = time.monotonic() - begun
+        eventually(lambda: time.monotonic() > begun + 3)
+        assert looks() - before < 20 * (time.monotonic() - begun), "a second"
+        assert site.statuses() == {"completed": 50 * number, "failed": 200 * number}
+        return took
+
+    assert in_time(0.5 + 5, done)
+
+
     assert shop.lists.enqueue([there]) == [True]
     assert shop.lists.enqueue([there, lost]) == [False, True]
     seen: list[Envelope] = []
