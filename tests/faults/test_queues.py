@@ -116,11 +116,12 @@ def test_o_29_a_job_whose_worker_is_killed_starts_elsewhere_soon(site: QueueSite
 
 
 @pytest.mark.long
-def test_o_39_jobs_of_a_queue_whose_own_workers_are_gone_are_ready_again(site: QueueSite) -> None:
-    """Made so by a worker of another queue; meanwhile they are seen as orphaned."""
-    claim = {"CONSUMER_CLAIM_SECONDS": "1"}
+@pytest.mark.parametrize("reads", ["queues=['paper']", "topics=['paper']"], ids=["another queue's", "a topic's"])
+def test_o_39_jobs_of_a_queue_whose_own_workers_are_gone_are_ready_again(site: QueueSite, reads: str) -> None:
+    """Made so by a worker of another queue, or by a consumer of topics; meanwhile they are seen as orphaned."""
+    claim, what = {"CONSUMER_CLAIM_SECONDS": "1"}, "job" if "queues" in reads else "on"
     (site.folder / "other.py").write_text(
-        "from consumer import Consumer\nwallet = Consumer('printer', queues=['paper'])\nwallet.job('print')(print)\n"
+        f"from consumer import Consumer\nwallet = Consumer('printer', {reads})\nwallet.{what}('print')(print)\n"
     )
     site.run("consumer", "run", "other:wallet", **claim)
     eventually(lambda: "consumer printer started" in site.output())
@@ -142,6 +143,7 @@ def test_o_39_jobs_of_a_queue_whose_own_workers_are_gone_are_ready_again(site: Q
         begun = time.monotonic()
         site.settled(number)
         took = time.monotonic() - begun
+        time.sleep(lasting(0, 10))  # nobody is there for so long
         next_one.terminate()
         assert next_one.wait(20) == 0
         return max(took, ready - 1)  # workers of other queues wait for one claim more than its own
