@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import signal
 import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
@@ -34,6 +36,7 @@ from outbox.embedded import ValkeyServer
 from outbox.relay import Relay
 from outbox.settings import RelaySettings
 from outbox.transport import Router, Settled
+from tests.faults.proxy import Proxy, port_of, through
 from tests.faults.test_consumer_faults import QueueSite, job
 from tests.waiting import eventually, in_time, lasting
 
@@ -152,6 +155,79 @@ def test_o_39_jobs_of_a_queue_whose_own_workers_are_gone_are_ready_again(site: Q
 
 
 # --- in this process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_o_27_jobs_whose_claim_is_heard_of_by_nobody_are_done_in_time(site: QueueSite) -> None:
+    """The reply to a worker that waits is lost, and then its connection; or the worker is killed as it gets one. All the time the
+    queue has all that is not done."""
+    claim, chance, over = {"CONSUMER_CLAIM_SECONDS": "1"}, random.Random(27), threading.Event()
+    added, numbers, lost = 0, count(1), list[int]()
+
+    def add(number: int) -> None:
+        nonlocal added
+        site.add(number)
+        added += number
+
+    def watch() -> None:
+        while not over.wait(0.005):
+            before = added
+            with site.redis.pipeline(transaction=True) as pipeline:
+                for name in ("high", "normal", "low"):
+                    pipeline.llen(f"{site.base}:ready:{name}")
+                pipeline.hlen(f"{site.base}:processing").zcard(f"{site.base}:completed")
+                if sum(pipeline.execute()) < before:
+                    lost.append(before)
+
+    with Proxy(port_of(site.redis_url)) as proxy, ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watch)
+        try:
+            worker = site.consumer(REDIS_URL=through(proxy, site.redis_url), **claim)
+
+            def done_after_a_lost_reply() -> float:
+                number = next(numbers)
+                eventually(lambda: site.blocked() == 1)
+                proxy.drop_replies = True
+                add(1)
+                eventually(lambda: site.pending() == 1)
+                assert len(started(site)) == number - 1
+                cut = time.monotonic()
+                proxy.cut()
+                proxy.drop_replies = False
+                site.settled(number)
+                return time.monotonic() - cut
+
+            assert in_time(2, done_after_a_lost_reply)
+            worker.terminate()
+            assert worker.wait(20) == 0
+            kills = round(lasting(4, 100))
+
+            def done_after_kills() -> float:
+                nonlocal kills
+                for _ in range(kills):
+                    doomed = site.consumer(PACE="0.01", **claim)
+                    eventually(lambda: site.blocked() == 1)
+                    add(5)
+                    time.sleep(chance.uniform(0, 0.03))
+                    doomed.kill()
+                    eventually(lambda: site.blocked() == 0)
+                assert site.state()[0] < added, "kills met work"
+                kills, ready = 1, site.output().count("consumer ledger started")
+                last = site.consumer(**claim)
+                site.ready(ready + 1)
+                begun = time.monotonic()
+                site.settled(added)
+                took = time.monotonic() - begun
+                last.terminate()
+                assert last.wait(20) == 0
+                return took
+
+            assert in_time(2, done_after_kills)
+        finally:
+            over.set()
+        watching.result()
+    assert lost == []
+    assert len(started(site)) == added
 
 
 class Shop:
