@@ -60,30 +60,33 @@ def started(site: QueueSite) -> Counter[str]:
 
 @pytest.mark.long
 def test_o_28_workers_that_are_stopped_again_and_again_lose_no_job(site: QueueSite) -> None:
-    """50 jobs a second; one worker after the other is stopped as soon as another has started."""
-    seconds = lasting(5, 20)
-    number, over = round(50 * seconds), threading.Event()
+    """50 jobs a second for as long as it lasts; one worker after the other is stopped as soon as another has started, five times
+    at least instead of forty."""
+    restarts, over, numbers = round(lasting(5, 40)), threading.Event(), count(1)
+    number = 0
 
     def push() -> None:
-        for _ in range(number):
+        nonlocal number
+        while not over.wait(0.02):
             site.add(1)
-            over.wait(0.02)
+            number = next(numbers)
 
     pusher = threading.Thread(target=push)
     pusher.start()
-    began, workers = 3, [site.consumer() for _ in range(3)]
+    workers = [site.consumer() for _ in range(3)]
     try:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        for began in range(4, 4 + restarts):
             workers.append(site.consumer())
-            began += 1
-            eventually(lambda: site.output().count("ledger started") == began)  # noqa: B023 - called here
+            site.ready(began)
+            before = len(site.lists.jobs("accounts", "completed", 10_000))
+            eventually(lambda: len(site.lists.jobs("accounts", "completed", 10_000)) > before)  # noqa: B023 - called here
             old = workers.pop(0)
             old.send_signal(signal.SIGTERM)
             assert old.wait(30) == 0
     finally:
         over.set()
         pusher.join()
+    assert number > 25 * restarts
     site.settled(number, 40)
     assert (site.unread(), set(started(site).values())) == (0, {1})
     assert site.redis.zcard(f"{site.base}:batches") == 0
@@ -140,21 +143,18 @@ def test_o_39_jobs_of_a_queue_whose_own_workers_are_gone_are_ready_again(site: Q
         eventually(lambda: site.lists.queues()[0].orphaned == 1)
         eventually(lambda: (site.pending(), site.unread()) == (0, 1))
         ready = time.monotonic() - killed
+        time.sleep(lasting(0, 10))  # nobody is there for so long
         assert site.lists.queues()[0].orphaned == 0
         next_one = site.consumer(**claim)
         site.ready(2 * number)
         begun = time.monotonic()
         site.settled(number)
         took = time.monotonic() - begun
-        time.sleep(lasting(0, 10))  # nobody is there for so long
         next_one.terminate()
         assert next_one.wait(20) == 0
         return max(took, ready - 1)  # workers of other queues wait for one claim more than its own
 
     assert in_time(2, done_by_the_next)
-
-
-# --- in this process -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -228,6 +228,9 @@ def test_o_27_jobs_whose_claim_is_heard_of_by_nobody_are_done_in_time(site: Queu
         watching.result()
     assert lost == []
     assert len(started(site)) == added
+
+
+# --- in this process -----------------------------------------------------------------------------------------------------
 
 
 class Shop:
@@ -526,6 +529,33 @@ def test_o_53_a_consumer_that_comes_when_memory_is_full_drains_its_queue(shop: S
     eventually(lambda: (worker.run_once(), len(seen) == 3)[1])
 
 
+@pytest.mark.long
+def test_o_64_a_worker_does_good_jobs_behind_broken_ones_soon_and_at_leisure(site: QueueSite) -> None:
+    """200 have lost their data when they are due, with 50 good ones behind them."""
+    site.consumer(CONSUMER_BLOCK_SECONDS="1", CONSUMER_CHECK_SECONDS="1", CONSUMER_CLAIM_SECONDS="60")
+    site.ready(1)
+    numbers = count(1)
+
+    def looks() -> int:
+        return int(site.redis.info("commandstats")["cmdstat_evalsha"]["calls"])
+
+    def done() -> float:
+        number = next(numbers)
+        due = datetime.now(UTC) + timedelta(seconds=0.5)
+        broken, good = [job(run_at=due) for _ in range(200)], [job(run_at=due) for _ in range(50)]
+        site.lists.enqueue([*broken, *good])
+        assert site.redis.delete(*[f"{site.base}:job:{each.id}" for each in broken]) == 200
+        begun, before = time.monotonic(), looks()
+        site.settled(50 * number)
+        took = time.monotonic() - begun
+        eventually(lambda: time.monotonic() > begun + 3)
+        assert looks() - before < 20 * (time.monotonic() - begun), "a second"
+        assert site.statuses() == {"completed": 50 * number, "failed": 200 * number}
+        return took
+
+    assert in_time(0.5 + 5, done)
+
+
 @pytest.mark.parametrize("delay", [0, 60])
 def test_a_job_that_a_queue_has_twice_is_not_missing_for_ever(shop: Shop, delay: int) -> None:
     """Its data were lost while it was ready, and came again when something else was lost, too; no worker is there."""
@@ -607,33 +637,6 @@ def test_a_job_that_is_in_no_list_any_more_can_be_enqueued_again(shop: Shop) -> 
     lost, there = job(), job()
     assert shop.lists.enqueue([lost]) == [True]
     shop.site.redis.delete(f"{shop.site.base}:ready:normal")
-@pytest.mark.long
-def test_o_64_a_worker_does_good_jobs_behind_broken_ones_soon_and_at_leisure(site: QueueSite) -> None:
-    """200 have lost their data when they are due, with 50 good ones behind them."""
-    site.consumer(CONSUMER_BLOCK_SECONDS="1", CONSUMER_CHECK_SECONDS="1", CONSUMER_CLAIM_SECONDS="60")
-    site.ready(1)
-    numbers = count(1)
-
-    def looks() -> int:
-        return int(site.redis.info("commandstats")["cmdstat_evalsha"]["calls"])
-
-    def done() -> float:
-        number = next(numbers)
-        due = datetime.now(UTC) + timedelta(seconds=0.5)
-        broken, good = [job(run_at=due) for _ in range(200)], [job(run_at=due) for _ in range(50)]
-        site.lists.enqueue([*broken, *good])
-        assert site.redis.delete(*[f"{site.base}:job:{each.id}" for each in broken]) == 200
-        begun, before = time.monotonic(), looks()
-        site.settled(50 * number)
-        took = time.monotonic() - begun
-        eventually(lambda: time.monotonic() > begun + 3)
-        assert looks() - before < 20 * (time.monotonic() - begun), "a second"
-        assert site.statuses() == {"completed": 50 * number, "failed": 200 * number}
-        return took
-
-    assert in_time(0.5 + 5, done)
-
-
     assert shop.lists.enqueue([there]) == [True]
     assert shop.lists.enqueue([there, lost]) == [False, True]
     seen: list[Envelope] = []
