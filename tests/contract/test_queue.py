@@ -30,7 +30,8 @@ from outbox.transport.base import Transport
 from outbox.transport.servers import Server as OneServer
 from tests.contract.test_transport import CLIENTS, SERVERS, Queue, label, made, marker
 from tests.faults.cluster import Cluster
-from tests.waiting import eventually
+from tests.faults.proxy import Proxy, port_of, through
+from tests.waiting import eventually, in_time
 
 GROUP, MAIL = "mailer", "queue/mail"
 COMPLETED, WAITING, FAILED = (
@@ -964,6 +965,35 @@ def test_a_worker_wakes_when_a_delayed_job_is_due(there: Queue) -> None:
         late.append(there.transport.job("mail", made.id).since - due)
         there.transport.ack(GROUP, [found])
     assert min(late) < timedelta(seconds=0.05)
+
+
+def test_o_27_o_44_a_read_ends_in_time_where_the_connection_that_hears_is_half_open(
+    own: Callable[[str], Queue],
+) -> None:
+    """A router forgot it while the worker was busy; its other connection is new."""
+    there = own(SERVERS[-1])
+    there.transport.open(GROUP, [MAIL])
+    with Proxy(port_of(there._url)) as proxy:
+        url = through(proxy, there._url)
+        reader = ListTransport(client := redis.Redis.from_url(url, socket_timeout=30), there.prefix)
+
+        def waits() -> float:
+            with ThreadPoolExecutor(1) as pool:
+                reading = pool.submit(reader.read, GROUP, "one", [MAIL], 10, 20)
+                eventually(lambda: there.blocked() == 1)
+                there.transport.enqueue([job()])
+                reader.ack(GROUP, reading.result(timeout=10))
+            assert proxy.forget() == 2
+            client.connection_pool.disconnect(inuse_connections=False)
+            began = time.monotonic()
+            assert reader.read(GROUP, "one", [MAIL], 10, 0.5) == []
+            return time.monotonic() - began
+
+        assert in_time(0.5 + 2, waits)
+        there.transport.enqueue([job()])
+        assert len(reader.read(GROUP, "one", [MAIL], 10, 0)) == 1
+        reader.close()
+    there.close()
 
 
 def test_an_idle_worker_does_not_poll(own: Callable[[str], Queue]) -> None:
