@@ -415,6 +415,32 @@ def test_what_redis_forgets_of_a_queue_comes_again_and_is_done_once(shop: Shop) 
     )
 
 
+def test_an_idle_worker_begins_a_job_within_50_ms(shop: Shop) -> None:
+    """At one of five tries; what looks once a second does at none, since it has just looked."""
+    begun: list[float] = []
+    consumer = Consumer("ledger", queues=["accounts"])
+    consumer.job("credited")(lambda job, session: begun.append(time.monotonic()))
+    worker = shop.worker(consumer, block_seconds=20, check_seconds=60)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+
+        def begins() -> float:
+            number = len(begun)
+            eventually(lambda: shop.site.blocked() == 1)
+            given = time.monotonic()
+            shop.lists.enqueue([job()])
+            eventually(lambda: len(begun) > number and not shop.site.pending())
+            eventually(lambda: shop.site.blocked() == 1)
+            return begun[-1] - given
+
+        assert in_time(0.05, begins, tries=5)
+    finally:
+        worker.stop()
+        thread.join(20)
+    assert not thread.is_alive()
+
+
 def test_of_jobs_with_one_id_one_is_done(shop: Shop) -> None:
     """Recorded twice, before and after it is done, and enqueued besides."""
     seen: list[Envelope] = []
