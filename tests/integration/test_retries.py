@@ -6,10 +6,10 @@ import base64
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -23,7 +23,6 @@ from consumer import Consumer, Envelope, Order, Reject, Retry
 from consumer.dead_letters import choose, requeue
 from consumer.ledger import Ledger, Operations, Selection, Waiting
 from consumer.process import DatabaseUnavailable, Outcome, Processor
-from consumer.settings import ConsumerSettings
 from consumer.work import Limits
 from consumer.worker import Worker
 from outbox import schema as schemas
@@ -48,31 +47,8 @@ APPLIED, DUPLICATE, STALE, IGNORED, DEAD, RETRY, PARKED, HELD = Outcome
 
 
 @pytest.fixture
-def database(database_url: str) -> Iterator[Database]:
-    found = Database(database_url)
-    yield found
-    found.connection.close()
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[sqlalchemy.Engine]:
-    made = schemas.engine(database_url, "handlers")
-    yield made
-    made.dispose()
-
-
-@pytest.fixture
-def start(database_url: str) -> Iterator[Callable[..., Worker]]:
-    with ExitStack() as stack:
-
-        def make(consumer: Consumer, transport: MemoryTransport, **options: Any) -> Worker:
-            short = {"check_seconds": 0.02, "block_seconds": 0.02}
-            settings = ConsumerSettings(database_url=database_url, redis_url="redis://unused", **(short | options))
-            worker = Worker(consumer, settings, transport=transport)
-            stack.callback(worker.close)
-            return worker
-
-        yield make
+def start(start: Callable[..., Worker]) -> Callable[..., Worker]:
+    return partial(start, claim_seconds=60)
 
 
 class Broken:
