@@ -182,7 +182,7 @@ class ListTransport(RelayedTransport):
             if error is not None:
                 raise error
         token = secrets.token_hex(8)
-        arguments = ("ready", self._claim_ms, count, group, consumer, token)
+        arguments = ("ready", self._claim_ms, count, self._kept, group, consumer, token)
         replies = self._script(_CLAIM, [(stream, arguments) for stream in streams])
         found: list[Delivery] = []
         failed: dict[str, TransportError] = {}
@@ -231,7 +231,7 @@ class ListTransport(RelayedTransport):
     ) -> Claim:
         self.reclaim_when_due()
         jobs, lost, began = self._one(
-            stream, _CLAIM, "overdue", self._claim_ms, count, group, consumer, secrets.token_hex(8),
+            stream, _CLAIM, "overdue", self._claim_ms, count, self._kept, group, consumer, secrets.token_hex(8),
             round(idle_seconds * 1000), cursor or "",
         )  # fmt: skip
         return Claim(
@@ -246,7 +246,8 @@ class ListTransport(RelayedTransport):
             TransportUnavailable: the server cannot be reached or cannot work.
         """
         streams = self._known()
-        replies = self._script(_CLAIM, [(s, ("reclaim", self._claim_ms, _RECLAIMED, "", "", "")) for s in streams])
+        arguments = ("reclaim", self._claim_ms, _RECLAIMED, self._kept, "", "", "")
+        replies = self._script(_CLAIM, [(stream, arguments) for stream in streams])
         again = 0
         for stream, reply in zip(streams, replies, strict=True):
             if isinstance(reply, TransportUnavailable):
@@ -284,7 +285,7 @@ class ListTransport(RelayedTransport):
         return self._hold("keep", consumer, consumer, [(d, "") for d in deliveries])
 
     def left(self, group: str, consumer: str, stream: str, count: int) -> list[Delivery]:
-        jobs, _, _ = self._one(stream, _CLAIM, "left", self._claim_ms, count, group, consumer, "")
+        jobs, _, _ = self._one(stream, _CLAIM, "left", self._claim_ms, count, self._kept, group, consumer, "")
         return _deliveries(stream, jobs)
 
     def inherit(self, group: str, consumer: str, late: str, deliveries: Sequence[Delivery]) -> list[Delivery]:

@@ -519,6 +519,7 @@ def test_o_64_delayed_jobs_without_data_do_not_hold_up_good_ones(there: Queue) -
     due = datetime.now(UTC) + timedelta(seconds=0.2)
     broken, good = [job(run_at=due) for _ in range(200)], [job(run_at=due) for _ in range(50)]
     add(there, *broken, *good)
+    there.transport.publish([batch(good[:1])])
     for job_id in ids(broken):
         assert there.raw.delete(f"{there.key(MAIL)}:job:{job_id}") == 1
     done: list[str] = []
@@ -536,6 +537,32 @@ def test_o_64_delayed_jobs_without_data_do_not_hold_up_good_ones(there: Queue) -
     (failed, *_) = there.transport.jobs("mail", "failed", 1)
     assert failed.error == "its data are lost"
     assert there.transport.inspect(MAIL).missing == 200, "so that the relay publishes again what is its own"
+
+
+@pytest.mark.parametrize("relayed", [False, True])
+def test_jobs_without_data_do_not_fill_the_histories(there: Queue, relayed: bool) -> None:
+    """However they are found. Where no relay publishes, nobody would repair it: then they are not missing either."""
+    small = ListTransport(there.transport._servers, there.prefix, kept=5)
+    ready, late, taken = [[job() for _ in range(20)] for _ in range(3)]
+    add(there, *taken, *late)
+    take(there)
+    overdue(there, *ids(late))
+    if relayed:
+        there.transport.publish([batch([])])
+    add(there, *ready)
+    for job_id in ids([*ready, *late, *taken]):
+        there.raw.delete(f"{there.key(MAIL)}:job:{job_id}")
+    small.reclaim()
+    overdue(there, *ids(taken))
+    small.claim(GROUP, "one", MAIL, 60, 100)
+    assert take(there, transport=small) == []
+    found = contents(there)
+    jobs = [end for end in found if end.startswith("job:")]
+    lost = 60 if relayed else 0
+    assert (len(found["failed"]), len(jobs), len(found.get("batches", []))) == (5, 5, lost)
+    assert there.transport.inspect(MAIL).missing == lost
+    if not relayed:
+        assert where(there) == {}
 
 
 # --- who gets what, and when ------------------------------------------------------------------------------------------------
