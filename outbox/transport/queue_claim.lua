@@ -5,7 +5,7 @@
 -- ARGV[1]  'ready'    the next jobs, after what is due has become ready
 --          'overdue'  what nobody has renewed in time, and what is in :processing without a claim (after it had one in vain)
 --          'left'     what a process has; nothing changes
---          'reclaim'  nothing is taken: what is overdue for one more claim becomes ready again
+--          'reclaim'  nothing is taken: what is overdue for half a claim more becomes ready again
 -- ARGV[2]  milliseconds of a claim
 -- ARGV[3]  how many at most
 -- ARGV[4]  how many ids :failed keeps
@@ -133,7 +133,7 @@ else
     end
   end
   local began = tonumber(ARGV[9]) or time
-  local limit = what == 'reclaim' and exact(time - span) or exact(began - ARGV[8] + span)
+  local limit = what == 'reclaim' and exact(time - span / 2) or exact(began - ARGV[8] + span)
   local ids = call('ZRANGEBYSCORE', claims, '-inf', '(' .. limit, 'LIMIT', 0, most)
   local again = {}
   for _, id in ipairs(ids) do

@@ -738,6 +738,19 @@ def test_o_33_a_job_of_next_month_has_no_ttl_and_is_done_once(there: Queue) -> N
     assert take(there) == []
 
 
+def test_o_39_what_nobody_renews_is_ready_again_within_two_claims(there: Queue) -> None:
+    """Its own workers have half a claim to come first; somebody looks four times in a claim, see `reclaim_when_due`."""
+    (job_id,) = add(there, job())
+    take(there, process="dead")
+    overdue(there, job_id, milliseconds=89_000)
+    assert there.transport.reclaim() == 0
+    overdue(there, job_id, milliseconds=1_000)
+    assert there.transport.reclaim() == 1
+    there.transport.reclaim_when_due()
+    assert there.transport._reclaim_due - time.monotonic() <= 15
+    assert where(there) == {job_id: "ready"}
+
+
 # --- what is asked ------------------------------------------------------------------------------------------------------------
 
 
