@@ -429,6 +429,9 @@ class Transport(Protocol):
             GroupLost: the group or the stream is gone.
         """
 
+    def reclaim_when_due(self) -> None:
+        """Let jobs of every queue be ready again whose workers are gone, if that is due; does not fail. For streams nothing."""
+
     def hand_back(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> None:
         """Let others claim these deliveries of ours at once, as if they had not been delivered this time."""
 

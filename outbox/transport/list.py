@@ -229,7 +229,6 @@ class ListTransport(RelayedTransport):
     def claim(
         self, group: str, consumer: str, stream: str, idle_seconds: float, count: int, cursor: str | None = None
     ) -> Claim:
-        self.reclaim_when_due()
         jobs, lost, began = self._one(
             stream, _CLAIM, "overdue", self._claim_ms, count, self._kept, group, consumer, secrets.token_hex(8),
             round(idle_seconds * 1000), cursor or "",

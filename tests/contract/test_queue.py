@@ -590,7 +590,7 @@ def test_any_worker_of_the_installation_makes_jobs_ready_whose_own_workers_are_g
     assert (state.orphaned, state.counts["running"], state.counts["ready"]) == (3, 3, 0)
     other = there.another()
     other.open("others", ["queue/other"])
-    other.claim("others", "w", "queue/other", 60, 10)
+    other.reclaim_when_due()
     states = {state.queue: state for state in there.transport.queues()}
     assert (states["mail"].orphaned, states["mail"].counts["ready"]) == (0, 3)
     assert states["other"].group == "others"
