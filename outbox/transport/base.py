@@ -279,6 +279,7 @@ class GroupState:
         undelivered: entries not yet delivered of the batch after that one.
         idle_seconds: since a consumer of the group last asked for something; None: it has none.
         basis: the label of the batch that `acked` was read from, which may be another outbox's.
+        orphaned: those of `pending` whose claim has ended or is lost; None: it is no queue.
     """
 
     name: str
@@ -289,6 +290,7 @@ class GroupState:
     undelivered: int
     idle_seconds: float | None = field(default=None, compare=False)
     basis: str = field(default="", compare=False)
+    orphaned: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ class ListTransport(RelayedTransport):
     def inspect(self, stream: str, *, groups: Sequence[str] = (), keep_seconds: float | None = None) -> StreamState:
         """Nothing stays in a queue that is acknowledged, so that nothing is trimmed. Jobs start out of turn, so that
         `GroupState.delivered` is the newest batch, and `undelivered` counts all jobs that have not begun."""
-        outstanding, missing, text, group, running, oldest, lowest, undelivered, idle_ms, *_ = self._state(stream)
+        outstanding, missing, text, group, running, oldest, lowest, undelivered, idle_ms, *more = self._state(stream)
         marker = Marker.parse(text.decode())
         newest = marker.seq if marker else 0
         acked = min(newest, int(float(lowest)) - 1) if lowest else newest
@@ -117,7 +117,7 @@ class ListTransport(RelayedTransport):
             outstanding, missing, 0,
             [GroupState(
                 group.decode(errors="backslashreplace"), running, oldest.decode() or None, acked if not missing else None, newest,
-                undelivered, float(idle_ms) / 1000 if idle_ms != b"-1" else None, marker.label if marker else "",
+                undelivered, float(idle_ms) / 1000 if idle_ms != b"-1" else None, marker.label if marker else "", more[4],
             )] if group else [],
             marker,
         )  # fmt: skip
