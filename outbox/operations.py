@@ -227,7 +227,7 @@ def queues(settings: RelaySettings, consumer_schema: str = "public") -> list[Que
     Raises:
         SchemaError: the tables are missing or of another revision.
         psycopg.Error: PostgreSQL cannot be reached, or does not answer.
-        TransportError: Redis does not answer, or a queue cannot be used.
+        TransportError: Redis does not answer, or no queue can be used; one among others is named in the log and left out.
     """
     with opened(settings, database_seconds=_DATABASE_SECONDS) as (store, connection, transport):
         with schemas.answering(connection, _DATABASE_SECONDS):

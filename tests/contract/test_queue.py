@@ -931,6 +931,38 @@ def test_completion_events_are_heard_on_a_channel(there: Queue) -> None:
     ear.close()
 
 
+class _OneNodeAway(OneServer):
+    """Cannot reach a queue, as if it were at another node of a cluster."""
+
+    def run(self, calls: Any, then: Any = ()) -> list[Any]:
+        away = TransportUnavailable("Redis: the node is away", "ConnectionError")
+        replies = super().run(calls, then)
+        return [away if "{queue/away}" in call[0] else reply for call, reply in zip(calls, replies, strict=True)]
+
+
+@pytest.mark.parametrize("there", [each for each in _HERE if each.values[0][0] == "queue"], indirect=True)
+def test_a_queue_that_cannot_be_used_hides_no_other(there: Queue, caplog: pytest.LogCaptureFixture) -> None:
+    add(there, job())
+    take(there, process="dead")
+    overdue(there, *where_running(there))
+    there.transport.open(GROUP, ["queue/away"])
+    lists = ListTransport(_OneNodeAway(there.client()), there.prefix)
+    assert [state.queue for state in lists.queues()] == ["mail"]
+    assert "queue away is left out: Redis: the node is away" in caplog.text
+    assert lists.reclaim() == 1
+    there.raw.srem(f"{there.prefix}queues", MAIL)
+    with pytest.raises(TransportUnavailable, match="the node is away"):
+        lists.queues()
+
+
+def test_ids_that_are_none_of_ours_hide_no_job(there: Queue) -> None:
+    (job_id,) = add(there, job())
+    there.raw.rpush(f"{there.key(MAIL)}:ready:normal", "a stranger's", b"\xff\xfe")
+    there.transport.ack(GROUP, take(there), [FAILED])
+    assert there.transport.queues()[0].counts["failed"] == 3
+    assert [str(state.id) for state in there.transport.jobs("mail", "failed")] == [job_id]
+
+
 # --- waiting ---------------------------------------------------------------------------------------------------------------------
 
 
