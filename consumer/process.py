@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import socket
 import threading
 import time
@@ -27,10 +28,14 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import psycopg
 import sqlalchemy
+from psycopg import capabilities
+from psycopg.pq import PollingStatus
+from psycopg.pq.abc import PGcancelConn
 
 from consumer import calls
 from consumer.blame import (
@@ -68,6 +73,8 @@ _REMIND_SECONDS = 30.0
 OVERDUE: Final = 70
 #: How long such a process takes to write that down, at most.
 _LAST_WORDS_SECONDS = 10.0
+#: How long PostgreSQL may take to hear that it is to cancel a statement.
+_CANCEL_SECONDS = 2.0
 #: Until it is known how many events of a type fail: so many of so many.
 _UNKNOWN: Final = (0.1, 10.0)
 #: Of so many events of each type at most it is remembered how many have failed.
@@ -219,12 +226,12 @@ class Processor:
         with suppress(psycopg.Error, OSError):
             if raw is None:
                 return
-            cancel = raw.pgconn.get_cancel()
+            cancel = _canceller(raw)
             with socket.socket(fileno=os.dup(raw.fileno())) as connection:
                 connection.shutdown(
                     socket.SHUT_RDWR
                 )  # first, so that nothing is written about the statement that fails
-            cancel.cancel()
+            cancel()
 
     @contextmanager
     def _cuttable(self, raw: Connection) -> Iterator[Connection]:
@@ -668,6 +675,25 @@ def driver_connection(connection: sqlalchemy.Connection, *, autocommit: bool = F
             "transaction, and a crash between them would lose the event; leave isolation_level out"
         )
     return raw
+
+
+def _canceller(raw: Connection) -> Callable[[], object]:
+    """What has PostgreSQL cancel the statement at work on a connection, also when that is closed by then."""
+    if not capabilities.has_cancel_safe():  # libpq before 17
+        return raw.pgconn.get_cancel().cancel
+    return partial(_cancel, raw.pgconn.cancel_conn())
+
+
+def _cancel(request: PGcancelConn) -> None:
+    """Without `PGcancel.cancel`, in which no thread of this process runs until a server answers, and one that hangs does not."""
+    events = {PollingStatus.READING: select.POLLIN, PollingStatus.WRITING: select.POLLOUT}
+    deadline = time.monotonic() + _CANCEL_SECONDS
+    request.start()
+    while (wanted := events.get(PollingStatus(request.poll()))) and (left := deadline - time.monotonic()) > 0:
+        poll = select.poll()
+        poll.register(request.socket, wanted)
+        poll.poll(left * 1000)
+    request.finish()
 
 
 def _letter(item: Item, reason: str, error: str, attempts: int | None = None) -> DeadLetter:

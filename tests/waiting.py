@@ -59,6 +59,11 @@ def stops_within(limit_seconds: float, started: Callable[[], subprocess.Popen[by
     return False
 
 
+def in_time(limit_seconds: float, turn: Callable[[], float], tries: int = 3) -> bool:
+    """Whether `turn`, which says how many seconds something took, stays within the limit at one of the tries; as above."""
+    return any(turn() < limit_seconds for _ in range(tries))
+
+
 def lasting(seconds: float, case_seconds: float) -> float:
     """How long an outage or a load lasts: shortened, or as the acceptance case says where TEST_CASE_TIMES=1 is set."""
     return case_seconds if os.environ.get("TEST_CASE_TIMES") == "1" else seconds

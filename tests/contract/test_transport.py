@@ -613,6 +613,22 @@ def test_claims_go_page_by_page_to_the_end(there: Any) -> None:
     assert (seen, pages) == ([str(n) for n in range(10)], 3)
 
 
+def test_pages_begin_past_what_is_busy(there: Any) -> None:
+    """However much older deliveries are renewed, those that are idle come at once."""
+    there.transport.open(GROUP, ["a"])
+    published(there, *map(str, range(10)))
+    found = there.transport.read(GROUP, "one", ["a"], 100, 0)
+    there.age(found)
+    busy, idle = found[:6], found[6:]
+    assert there.transport.renew(GROUP, "one", busy) == busy
+    page = there.transport.claim(GROUP, "two", "a", 60, 3)
+    assert names(page.deliveries) == names(idle[:3])
+    assert page.cursor is not None
+    page = there.transport.claim(GROUP, "two", "a", 60, 3, page.cursor)
+    assert (names(page.deliveries), page.cursor) == (names(idle[3:]), None)
+    assert there.transport.claim(GROUP, "two", "a", 60, 3).deliveries == []
+
+
 def test_what_was_deleted_while_pending_is_named_and_forgotten(there: Any) -> None:
     there.transport.open(GROUP, ["a"])
     published(there, "1", "2", "3")

@@ -22,6 +22,7 @@ import pytest
 import redis
 
 from consumer import Consumer
+from consumer.drain import EXIT_CODE
 from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
 from outbox import Event, Job, record
@@ -77,8 +78,32 @@ def fields(number: int) -> dict[bytes, bytes]:
     return {b"id": str(uuid7()).encode(), b"type": b"credited", b"subject": b"A", b"data": b"{}"}
 
 
+class Process(subprocess.Popen[bytes]):
+    """Knows whether the test has ended it, or waited for its end.
+
+    Attributes:
+        may_end: it has.
+    """
+
+    may_end = False
+
+    def send_signal(self, sig: int) -> None:  # kill and terminate come by here
+        self.may_end = self.may_end or sig not in (signal.SIGSTOP, signal.SIGCONT)
+        super().send_signal(sig)
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.may_end = True
+        return super().wait(timeout)
+
+
 class Site:
-    """A database and a server of the test's own, and processes that work on them."""
+    """A database and a server of the test's own, and processes that work on them.
+
+    Attributes:
+        tracebacks: how many they may show, for handlers that fail.
+    """
+
+    tracebacks = 0
 
     def __init__(self, database_url: str, redis_url: str, folder: Path, stack: ExitStack) -> None:
         self.database_url, self.redis_url, self.folder = database_url, redis_url, folder
@@ -89,6 +114,7 @@ class Site:
         with self.connect() as connection:
             connection.execute(TABLES)
         self._stack = stack
+        self._processes: list[Process] = []
 
     def hand_out(self, handlers: str) -> None:
         """Have the processes that start from now on run these."""
@@ -97,7 +123,7 @@ class Site:
     def connect(self) -> psycopg.Connection[Any]:
         return psycopg.connect(self.database_url, autocommit=True)
 
-    def run(self, *command: str, before: Sequence[str] = (), **environment: str) -> subprocess.Popen[bytes]:
+    def run(self, *command: str, before: Sequence[str] = (), **environment: str) -> Process:
         """A process; killed at the end if it still runs. Its output is in `output`. `before`: a command that runs it."""
         clean = {n: v for n, v in os.environ.items() if not n.startswith(("CONSUMER_", "OUTBOX_"))}
         settings = {
@@ -107,7 +133,7 @@ class Site:
             "OUTBOX_CHECK_SECONDS": "0.2",
         }  # fmt: skip
         with (self.folder / "output").open("ab") as sink:
-            process = subprocess.Popen(
+            process = Process(
                 [*before, sys.executable, "-m", *command],
                 env=clean | settings | environment,
                 cwd=self.folder,
@@ -116,10 +142,19 @@ class Site:
             )
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
+        self._processes.append(process)
         return process
 
-    def consumer(self, **environment: str) -> subprocess.Popen[bytes]:
+    def consumer(self, **environment: str) -> Process:
         return self.run("consumer", "run", "shop:wallet", **environment)
+
+    def ready(self, number: int, timeout_seconds: float = 30) -> None:
+        """Wait until so many consumers have said that they have started."""
+        eventually(lambda: self.output().count("consumer ledger started") >= number, timeout_seconds)
+
+    def blocked(self) -> int:
+        """How many consumers wait in Redis for something to do."""
+        return int(self.redis.info("clients")["blocked_clients"])
 
     def add(self, number: int) -> None:
         with self.redis.pipeline(transaction=False) as pipeline:
@@ -174,12 +209,26 @@ class Site:
         assert row is not None
         return int(row[0])
 
+    def waiting(self) -> int:
+        """What waits for another try."""
+        with self.connect() as connection:
+            row = connection.execute("SELECT count(*) FROM public.message_failures").fetchone()
+        assert row is not None
+        return int(row[0])
+
     def settled(self, number: int, timeout_seconds: float = 20) -> None:
         """Wait until so many events are applied, each once, and nothing is pending or dead."""
         eventually(lambda: self.state()[1] >= number, timeout_seconds, self.output()[-2000:])
         eventually(lambda: self.pending() == 0)
         assert self.state() == (number,) * 4
         assert self.dead() == 0
+
+    def all_is_well(self) -> None:
+        """What every case asks for: no process has ended that the test did not end, and none has shown a traceback
+        that the test knows nothing of."""
+        ended = [(process.args, process.poll()) for process in self._processes if not process.may_end]
+        assert not [found for found in ended if found[1] is not None], (ended, self.output()[-2000:])
+        assert self.output().count("Traceback") <= self.tracebacks, self.output()[-5000:]
 
     def output(self) -> str:
         found = self.folder / "output"
@@ -219,6 +268,9 @@ class QueueSite(Site):
         ready = sum(self.redis.llen(f"{self.base}:ready:{name}") for name in ("high", "normal", "low"))
         return int(ready + self.redis.zcard(f"{self.base}:delayed"))
 
+    def blocked(self) -> int:
+        return len(self.redis.pubsub_channels("*:wake"))
+
     def at_first(self, most: int) -> int:
         return 1
 
@@ -245,7 +297,9 @@ def site(
     database_url: str, own_valkey: Callable[..., ValkeyServer], tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Site]:
     with ExitStack() as stack:
-        yield SITES[getattr(request, "param", "stream")](database_url, own_valkey().url, tmp_path, stack)
+        found = SITES[getattr(request, "param", "stream")](database_url, own_valkey().url, tmp_path, stack)
+        yield found
+        found.all_is_well()
 
 
 # --- the proxy proves itself -------------------------------------------------------------------------------------------
@@ -507,6 +561,59 @@ def test_o_14_a_frozen_consumer_stops_no_other(site: Site, hung: bool) -> None:
     assert "Traceback" not in site.output()
 
 
+FREEZES = """
+from consumer.ledger import Ledger
+
+claim = Ledger.claim
+
+def frozen(ledger, connection, ids, *rest):
+    wanted = set(ids)
+    if wanted and os.environ.get("FREEZES"):
+        del os.environ["FREEZES"]
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return claim(ledger, connection, wanted, *rest)
+
+Ledger.claim = frozen
+"""
+
+
+@pytest.mark.parametrize("site", ["stream", pytest.param("queue", marks=pytest.mark.long)], indirect=True)
+@pytest.mark.parametrize("where", ["before it inserts", "in a transaction that is ended"])
+def test_o_14_a_frozen_consumer_that_comes_too_late_does_nothing(site: Site, where: str) -> None:
+    """Another one has taken over what it had, and is done with it before it goes on."""
+    early = where == "before it inserts"
+    site.hand_out(HANDLERS + FREEZES)
+    gate, held = site.folder / "gate", site.at_first(5)
+    site.add(5)
+    with site.connect() as connection:
+        if not early:  # as servers are set that end what blocks others
+            name = connection.info.dbname
+            connection.execute(f"ALTER DATABASE \"{name}\" SET idle_in_transaction_session_timeout = '500ms'")
+        late = site.consumer(CONSUMER_PROCESS_NAME="late", **({"FREEZES": "1"} if early else {"GATE": str(gate)}))
+        if not early:
+            eventually(lambda: site.starts.read_text())
+            late.send_signal(signal.SIGSTOP)
+        eventually(lambda: stopped(late.pid) and site.owners() == {b"late": held})
+        assert bool(site.starts.read_text()) is not early
+        other = site.consumer()
+        site.settled(5)
+        other.terminate()
+        assert other.wait(20) == 0
+        gate.touch()
+        late.send_signal(signal.SIGCONT)
+        site.add(1)
+        site.settled(6)  # by the late one, after what it had
+        assert site.waiting() == 0
+    assert len(site.starts.read_text().split()) == 6 + (not early), "nothing that another one has done is started"
+    if isinstance(site, QueueSite):
+        assert site.statuses() == {"completed": 6}
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def test_an_event_that_kills_its_consumers_stops_no_other(site: Site) -> None:
     site.add(20)
     ids = [entry[b"id"].decode() for _, entry in site.redis.xrange(KEY)]
@@ -622,4 +729,31 @@ def test_sigterm_ends_a_consumer_whose_redis_hangs(
             server.resume()
         assert site.pending() in (0, int(busy))  # an acknowledgement under way may still arrive
         site.consumer()
+        site.settled(1)
+
+
+@pytest.mark.long
+def test_sigterm_ends_a_consumer_whose_postgresql_hangs(
+    own_postgres: Callable[..., PostgresServer], own_valkey: Callable[..., ValkeyServer], tmp_path: Path
+) -> None:
+    """Although nobody hears that the transaction is to be given up; others have its event at once."""
+    from outbox import schema
+
+    server = own_postgres()
+    schema.upgrade(server.url, "consumer")
+    with ExitStack() as stack:
+        site = Site(server.url, own_valkey().url, tmp_path, stack)
+        gate = tmp_path / "gate"
+        process = site.consumer(GATE=str(gate), CONSUMER_DRAIN_SECONDS="0.3", CONSUMER_CLAIM_SECONDS="60")
+        site.add(1)
+        eventually(lambda: site.starts.read_text())
+        server.pause()
+        try:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == EXIT_CODE
+        finally:
+            server.resume()
+        assert site.delivered() == [0]
+        gate.touch()
+        site.consumer(CONSUMER_CLAIM_SECONDS="60")
         site.settled(1)

@@ -24,6 +24,7 @@ from outbox import schema
 from outbox.embedded import PostgresServer, ValkeyServer, postgres_servers
 from outbox.relay import Relay
 from outbox.settings import RelaySettings
+from pytest_outbox import missing
 from tests.faults.cluster import Cluster
 from tests.faults.test_consumer_faults import Site
 from tests.faults.test_width import children, send, wide, working
@@ -127,7 +128,7 @@ def tls_postgres(own_postgres: Callable[..., PostgresServer], certificates: Path
     """A migrated database of a server that takes connections with TLS; the wheel's PostgreSQL cannot."""
     capable = {name: path for name, path in postgres_servers().items() if path.is_relative_to("/usr/lib/postgresql")}
     if not capable:
-        pytest.skip("no PostgreSQL with TLS here (apt-get install postgresql)")
+        missing("no PostgreSQL with TLS here (apt-get install postgresql)")
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         key = Path(folder, "server.key")

@@ -13,8 +13,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -154,40 +153,6 @@ def wallet(*, name: str = "ledger") -> Consumer:
     consumer.on("renamed", order=Order.LATEST)(rename)
     consumer.ignore("noise")
     return consumer
-
-
-@pytest.fixture
-def database(database_url: str) -> Iterator[Database]:
-    found = Database(database_url)
-    yield found
-    found.connection.close()
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[sqlalchemy.Engine]:
-    made = schemas.engine(database_url, "handlers")
-    yield made
-    made.dispose()
-
-
-@pytest.fixture
-def start(database_url: str) -> Iterator[Callable[..., Worker]]:
-    """Makes workers whose failed deliveries come again after 50 ms; they are closed at the end."""
-    with ExitStack() as stack:
-
-        def make(consumer: Consumer, transport: MemoryTransport, **options: Any) -> Worker:
-            observer = options.pop("observer", None)
-            settings = {"claim_seconds": 0.05, "check_seconds": 0.02, "block_seconds": 0.02} | options
-            worker = Worker(
-                consumer,
-                ConsumerSettings(database_url=database_url, redis_url="redis://unused", **settings),
-                transport=transport,
-                observer=observer,
-            )
-            stack.callback(worker.close)
-            return worker
-
-        yield make
 
 
 def drain(worker: Worker, transport: MemoryTransport, *, group: str = "ledger", deliveries: int) -> Counter[Outcome]:

@@ -9,7 +9,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,35 +37,6 @@ from tests.integration.test_consumer import TOPIC, Database, Name, credit, deliv
 from tests.waiting import eventually
 
 APPLIED, DUPLICATE, STALE, IGNORED, DEAD, RETRY, PARKED, HELD = Outcome
-
-
-@pytest.fixture
-def database(database_url: str) -> Iterator[Database]:
-    found = Database(database_url)
-    yield found
-    found.connection.close()
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[sqlalchemy.Engine]:
-    made = schemas.engine(database_url, "handlers")
-    yield made
-    made.dispose()
-
-
-@pytest.fixture
-def start(database_url: str) -> Iterator[Callable[..., Worker]]:
-    with ExitStack() as stack:
-
-        def make(consumer: Consumer, transport: MemoryTransport, **options: Any) -> Worker:
-            parts = {name: options.pop(name) for name in ("engine",) if name in options}
-            short = {"claim_seconds": 0.05, "check_seconds": 0.02, "block_seconds": 0.02}
-            settings = ConsumerSettings(database_url=database_url, redis_url="redis://unused", **(short | options))
-            worker = Worker(consumer, settings, transport=transport, **parts)
-            stack.callback(worker.close)
-            return worker
-
-        yield make
 
 
 def bad(handler: Any, **options: Any) -> Consumer:

@@ -33,14 +33,20 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncAttrs, AsyncSession, async_object_session
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
-from consumer import Consumer, Envelope, calls, first_time_async
+from consumer import Consumer, Envelope, Retry, calls, first_time_async
 from consumer.calls import HandlerSession
+from consumer.crew import Crew
+from consumer.notes import notes
 from consumer.process import OVERDUE, Outcome, Processor, driver_connection
+from consumer.settings import ConsumerSettings
 from outbox import Event, record_async
 from outbox import schema as schemas
 from outbox.envelope import uuid7
 from outbox.errors import HandlerMisuse, HandlerTimeout, SettingsError
 from outbox.transport import Delivery
+from tests.faults.chaos import Bench, drain
+from tests.faults.proxy import Proxy, port_of, through
+from tests.waiting import eventually, lasting
 
 Called = Callable[..., None]
 
@@ -784,43 +790,107 @@ def test_a_process_that_cannot_even_log_ends_too(database_url: str) -> None:
 
 
 @pytest.mark.long
-def test_o_49_o_80_after_200_time_outs_at_random_nothing_is_lost_or_half(
-    call: Called, engine: sqlalchemy.Engine
+def test_o_49_o_80_handlers_ended_anywhere_lose_nothing_and_leave_nothing_half(
+    database_url: str, redis_url: str, prefix: str
 ) -> None:
-    """Handlers of every kind that do a step at a time, ended anywhere; the engine has one connection."""
-    chance = random.Random(80)
+    """Of every kind, in four threads behind a delay: by time-outs, and workers that are stopped in the middle. They are tried again until they are done, and then five events take effect as if nothing had been."""
+    chance, started, out_of_step = random.Random(80), list[uuid.UUID](), list[str]()
+    delay, number = lasting(0.01, 0.1), round(lasting(120, 300))
+    consumer = Consumer("kinds", topics=["accounts"], retry=Retry(1000, 0.05, 0.05))
+    limit = {"timeout_seconds": 15 * delay}
 
+    def steps(event: Envelope) -> list[str]:
+        """What is to be asked, and answered; of some too much to be done in time."""
+        started.append(event.id)
+        time.sleep(chance.uniform(0, delay))
+        return [f"{event.id} {n}" for n in range(chance.choice((1, 1, 2, 20)))]
+
+    def answered(sent: str, got: object) -> None:
+        if got != sent:
+            out_of_step.append(f"{sent}: {got}")
+
+    @consumer.on("plain", **limit)
     def plain(event: Envelope, session: Session) -> None:
-        for number in range(100):
-            session.execute(text("UPDATE accounts SET balance = balance + 1"))
-            assert session.scalar(text("SELECT :n"), {"n": str(number)}) == str(number)  # replies stay matched
+        session.execute(text("INSERT INTO effects VALUES (:id, :payload)"), {"id": event.id, "payload": event.payload})
+        for sent in steps(event):
+            answered(sent, session.scalar(text("SELECT :sent"), {"sent": sent}))
+        session.get_one(Account, event.key, with_for_update=True).balance += event.payload
 
+    @consumer.on("raw", raw=True, **limit)
     def raw(event: Envelope, connection: psycopg.Connection[Any]) -> None:
-        for number in range(100):
-            connection.execute("UPDATE accounts SET balance = balance + 1")
-            assert connection.execute("SELECT %s::text", (str(number),)).fetchone() == (str(number),)
+        connection.execute("UPDATE accounts SET balance = balance + %s WHERE id = %s", (event.payload, event.key))
+        for sent in steps(event):
+            row = connection.execute("SELECT %s::text", (sent,)).fetchone()
+            answered(sent, row and row[0])
+        connection.execute("INSERT INTO effects VALUES (%s, %s)", (event.id, event.payload))
 
+    @consumer.on("async", **limit)
     async def asynchronous(event: Envelope, session: AsyncSession) -> None:
-        for number in range(100):
+        insert = text("INSERT INTO effects VALUES (:id, :payload)")
+        await session.execute(insert, {"id": event.id, "payload": event.payload})
+        for sent in steps(event):
             async with session.begin_nested():
-                (await session.get_one(Account, "A")).balance += 1
-            assert await session.scalar(text("SELECT :n"), {"n": str(number)}) == str(number)
+                answered(sent, await session.scalar(text("SELECT :sent"), {"sent": sent}))
             await asyncio.sleep(0)
+        (await session.get_one(Account, event.key, with_for_update=True)).balance += event.payload
 
-    ended = 0
-    for number in range(200):
-        handler = (plain, raw, asynchronous)[number % 3]
-        before = balance(engine)
-        try:
-            call(handler, raw=handler is raw, timeout_seconds=chance.uniform(0.001, 0.06))
-        except HandlerTimeout:
-            ended += 1
-            assert balance(engine) == before
-        else:
-            assert balance(engine) == before + 100
-    assert ended > 50
-    assert idle_in_transaction(engine) == 0
-    before = balance(engine)
-    for _ in range(5):
-        call(credit, event(50))
-    assert balance(engine) == before + 250
+    with Bench(database_url, redis_url, prefix) as bench, Proxy(port_of(database_url)) as proxy:
+        proxy.delay_seconds = delay
+        bench.db.execute("CREATE TABLE accounts (id text PRIMARY KEY, balance integer)")
+        bench.db.execute("INSERT INTO accounts SELECT 'k' || i, 0 FROM generate_series(0, 19) i UNION VALUES ('A', 0)")
+        bench.db.execute("CREATE TABLE effects (event_id uuid, amount integer)")
+        for n in range(number):
+            bench.write(type=("plain", "raw", "async")[n % 3], payload=1, key=f"k{n % 20}")
+        relay = bench.relay()
+        drain(relay)
+        settings = ConsumerSettings(
+            database_url=through(proxy, database_url), redis_url=redis_url, key_prefix=prefix, batch_size=5,  # type: ignore[arg-type]
+            block_seconds=0.05, check_seconds=0.05, claim_seconds=10,
+        )  # fmt: skip
+
+        def applied() -> int:
+            return int(bench.one("SELECT count(*) FROM effects"))
+
+        def sessions(state: str = "%") -> int:
+            return int(
+                bench.one(
+                    "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
+                    "AND application_name LIKE '%%consumer kinds' AND state LIKE %s",
+                    state,
+                )
+            )
+
+        for last in (number // 3, 2 * number // 3, number):  # twice it is stopped in the middle
+            crew = Crew(consumer, settings, notes(4))
+            thread = threading.Thread(target=crew.run)
+            thread.start()
+            try:
+                eventually(lambda: applied() >= last, 60)  # noqa: B023
+                if last == number:
+                    bench.write(5, type="async", payload=50)
+                    drain(relay)
+                    eventually(lambda: applied() == number + 5)
+                    eventually(lambda: not bench.one("SELECT count(*) FROM message_failures"))
+                    eventually(lambda: bench.redis.xpending(bench.key(), "kinds")["pending"] == 0)
+                    eventually(lambda: not sessions("idle in%") and not held(crew))  # noqa: B023
+            finally:
+                crew.stop()
+                thread.join(30)
+            assert not thread.is_alive()
+            assert held(crew) == 0
+            eventually(lambda: not sessions("idle in%"), 2)
+            eventually(lambda: not sessions())
+        assert out_of_step == []
+        assert len(started) > 1.2 * (number + 5), "many have not come to their end"
+        assert bench.one("SELECT balance FROM accounts WHERE id = 'A'") == 250
+        assert bench.one("SELECT sum(balance) FROM accounts") == number + 250
+        assert set(bench.effects().values()) == {1}
+        assert bench.one("SELECT count(*), count(*) FILTER (WHERE outcome = 'applied') FROM processed_messages") == (
+            number + 5, number + 5,
+        )  # fmt: skip
+        assert bench.dead() == 0
+
+
+def held(crew: Crew) -> int:
+    """How many connections are out of their pools."""
+    return sum(worker._engine.pool.checkedout() for worker in crew._workers)  # type: ignore[attr-defined]

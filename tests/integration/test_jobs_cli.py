@@ -7,10 +7,12 @@ import logging
 import re
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import datetime, timedelta
+from itertools import count
 from typing import Any
 
 import psycopg
@@ -29,7 +31,7 @@ from outbox.cli import main as outbox_main
 from outbox.relay import Relay
 from outbox.settings import RelaySettings
 from outbox.transport import Router
-from tests.waiting import eventually
+from tests.waiting import eventually, in_time
 
 LATER = Retry(attempts=5, first_seconds=3600, longest_seconds=3600)
 
@@ -184,13 +186,27 @@ def test_a_queue_that_redis_has_forgotten_is_shown_and_none_is_said(office: Offi
 def test_o_39_a_job_whose_process_is_gone_is_orphaned_until_somebody_takes_it_over(
     office: Office, worker: Worker
 ) -> None:
-    office.job()
-    office.claim(1)
-    eventually(lambda: office.queues()["mail"]["orphaned"] == 1)
-    mail = office.queues()["mail"]
-    assert (mail["running"], sum(mail["ready"].values())) == (1, 0)
-    eventually(lambda: worker.run_once() is not None and office.queues()["mail"]["orphaned"] == 0)
-    eventually(lambda: worker.run_once() is not None and office.queues()["mail"]["kept"] == {"completed": 1})
+    claim = 0.5
+    lists = Router.from_url(
+        office.environment["REDIS_URL"], prefix=office.addresses["key_prefix"], claim_seconds=claim
+    ).lists
+    office.stack.callback(lists.close)
+    numbers = count(1)
+
+    def taken_over() -> float:
+        number = next(numbers)
+        office.job()
+        assert len(lists.read("mailer", "gone", ["queue/mail"], 1, 0)) == 1
+        begun = time.monotonic()
+        eventually(lambda: office.queues()["mail"]["orphaned"] == 1)
+        mail = office.queues()["mail"]
+        assert (mail["running"], sum(mail["ready"].values())) == (1, 0)
+        eventually(lambda: worker.run_once() is not None and office.queues()["mail"]["orphaned"] == 0)
+        took = time.monotonic() - begun
+        eventually(lambda: worker.run_once() is not None and office.queues()["mail"]["kept"] == {"completed": number})
+        return took
+
+    assert in_time(2 * claim, taken_over)
 
 
 def test_o_98_deaths_and_backlog_are_shown_as_they_are(

@@ -33,6 +33,7 @@ from consumer.ledger import Operations, Selection
 from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
 from tests.faults.chaos import ROOT, TABLES, TOPIC, Bench, drain
+from tests.integration.test_values import process_time_zone as process_time_zone
 from tests.waiting import eventually
 
 NAME = "shop"
@@ -112,7 +113,17 @@ def shop(database_url: str, redis_url: str, prefix: str) -> Iterator[Shop]:
         yield made
 
 
-def test_o_65_requeued_events_get_all_attempts_and_take_effect_once(shop: Shop) -> None:
+@pytest.fixture
+def resp3(database_url: str, redis_url: str, prefix: str) -> Iterator[Shop]:
+    with Shop(database_url, f"{redis_url}?protocol=3", prefix) as made:
+        yield made
+
+
+@pytest.mark.parametrize("which", ["shop", "resp3"])
+def test_o_65_o_70_requeued_events_get_all_attempts_and_take_effect_once(
+    which: str, request: pytest.FixtureRequest
+) -> None:
+    shop: Shop = request.getfixturevalue(which)
     ids = shop.write(3)
     shop.work(shop.died(3))
     before = {letter["event_id"]: letter for letter in shop.letters()}
@@ -194,8 +205,13 @@ def test_o_34_what_an_old_version_had_no_handler_for_is_requeued_for_the_new_one
     assert (shop.effects(), shop.dead()) == (dict.fromkeys([first, new, last], 1), 0)
 
 
-def test_o_66_o_68_o_69_o_71_o_72_bytes_are_the_same_at_each_stage(shop: Shop) -> None:
-    """In the stream, waiting, dead, exported, waiting again, and at the handler that takes them."""
+@pytest.mark.parametrize("time_zone", ["Asia/Kolkata", "America/New_York"])
+def test_o_66_o_68_o_69_o_71_o_72_bytes_are_the_same_at_each_stage(
+    shop: Shop, time_zone: str, process_time_zone: str
+) -> None:
+    """In the stream, waiting, dead, exported, waiting again, and at the handler that takes them; in whatever time zone."""
+    shop.db.execute(f"ALTER DATABASE \"{shop.db.info.dbname}\" SET timezone = '{time_zone}'")  # type: ignore[arg-type]
+    assert shop.connect().execute("SHOW timezone").fetchone() == (time_zone,)
     payloads: list[Any] = [
         {"t": "a\x00b"}, "😀 שלום e\u0301 𠜎 \u2028", [9007199254740993, 9223372036854775807, -1, 2**80],
         [Decimal("1234567890.123456789"), Decimal("1E+3"), Decimal("0.10")], None, {}, [], "", 0, False,

@@ -6,10 +6,10 @@ import base64
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -23,7 +23,6 @@ from consumer import Consumer, Envelope, Order, Reject, Retry
 from consumer.dead_letters import choose, requeue
 from consumer.ledger import Ledger, Operations, Selection, Waiting
 from consumer.process import DatabaseUnavailable, Outcome, Processor
-from consumer.settings import ConsumerSettings
 from consumer.work import Limits
 from consumer.worker import Worker
 from outbox import schema as schemas
@@ -48,31 +47,8 @@ APPLIED, DUPLICATE, STALE, IGNORED, DEAD, RETRY, PARKED, HELD = Outcome
 
 
 @pytest.fixture
-def database(database_url: str) -> Iterator[Database]:
-    found = Database(database_url)
-    yield found
-    found.connection.close()
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[sqlalchemy.Engine]:
-    made = schemas.engine(database_url, "handlers")
-    yield made
-    made.dispose()
-
-
-@pytest.fixture
-def start(database_url: str) -> Iterator[Callable[..., Worker]]:
-    with ExitStack() as stack:
-
-        def make(consumer: Consumer, transport: MemoryTransport, **options: Any) -> Worker:
-            short = {"check_seconds": 0.02, "block_seconds": 0.02}
-            settings = ConsumerSettings(database_url=database_url, redis_url="redis://unused", **(short | options))
-            worker = Worker(consumer, settings, transport=transport)
-            stack.callback(worker.close)
-            return worker
-
-        yield make
+def start(start: Callable[..., Worker]) -> Callable[..., Worker]:
+    return partial(start, claim_seconds=60)
 
 
 class Broken:
@@ -233,6 +209,14 @@ def test_pauses_double_by_the_databases_clock(database: Database, engine: sqlalc
         again(processor, database)
     for pause, longest in zip(pauses, [10, 20, 40, 60, 60, 60], strict=True):
         assert longest * 0.75 <= pause <= longest + 0.1
+
+
+def test_what_fails_together_does_not_come_back_together(database: Database, engine: sqlalchemy.Engine) -> None:
+    processor = Processor(fails(Broken(ValueError()), Retry(attempts=100, first_seconds=100)), engine)
+    assert processor.process(deliveries(*(entry("bad") for _ in range(20)))) == [RETRY] * 20
+    due = [when for (when,) in database.connection.execute("SELECT next_attempt_at FROM public.message_failures")]
+    assert len({round(when.timestamp(), 2) for when in due}) > 15
+    assert max(due) - min(due) > timedelta(seconds=10), "of 25"
 
 
 def test_however_many_processes_a_try_comes_once_and_when_it_is_due(

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -20,7 +21,6 @@ from sqlalchemy import text
 from consumer import Consumer, Envelope, Order
 from consumer.ledger import KEPT_BYTES, Connection, DeadLetter, Entity, Ledger
 from consumer.process import DatabaseUnavailable, Outcome, Processor
-from consumer.settings import ConsumerSettings
 from consumer.work import Work
 from consumer.worker import Worker
 from outbox import schema as schemas
@@ -39,13 +39,6 @@ def not_for_ever(url: str) -> str:
     with psycopg.connect(url) as connection:
         known = connection.info.server_version >= 170_000
     return f"{url}?options=-c%20transaction_timeout%3D5s" if known and "?" not in url else url
-
-
-@pytest.fixture
-def database(database_url: str) -> Iterator[Database]:
-    found = Database(database_url)
-    yield found
-    found.connection.close()
 
 
 @pytest.fixture
@@ -239,22 +232,8 @@ def test_no_plan_leaves_our_patience_to_the_handlers(database: Database) -> None
 
 
 @pytest.fixture
-def start(database_url: str) -> Iterator[Callable[..., Worker]]:
-    workers: list[Worker] = []
-
-    def make(consumer: Consumer, transport: MemoryTransport, **options: Any) -> Worker:
-        settings = {"claim_seconds": 60, "check_seconds": 0.02, "block_seconds": 0.02} | options
-        worker = Worker(
-            consumer,
-            ConsumerSettings(database_url=not_for_ever(database_url), redis_url="redis://unused", **settings),
-            transport=transport,
-        )
-        workers.append(worker)
-        return worker
-
-    yield make
-    for worker in workers:
-        worker.close()
+def start(start: Callable[..., Worker], database_url: str) -> Callable[..., Worker]:
+    return partial(start, claim_seconds=60, database_url=not_for_ever(database_url))
 
 
 def left_behind(transport: MemoryTransport, times: int) -> None:
