@@ -537,6 +537,32 @@ def test_o_64_delayed_jobs_without_data_do_not_hold_up_good_ones(there: Queue) -
     assert there.transport.inspect(MAIL).missing == 200, "so that the relay publishes again what is its own"
 
 
+@pytest.mark.parametrize("relayed", [False, True])
+def test_jobs_without_data_do_not_fill_the_histories(there: Queue, relayed: bool) -> None:
+    """However they are found. Where no relay publishes, nobody would repair it: then they are not missing either."""
+    small = ListTransport(there.transport._servers, there.prefix, kept=5)
+    ready, late, taken = [[job() for _ in range(20)] for _ in range(3)]
+    add(there, *taken, *late)
+    take(there)
+    overdue(there, *ids(late))
+    if relayed:
+        there.transport.publish([batch([])])
+    add(there, *ready)
+    for job_id in ids([*ready, *late, *taken]):
+        there.raw.delete(f"{there.key(MAIL)}:job:{job_id}")
+    small.reclaim()
+    overdue(there, *ids(taken))
+    small.claim(GROUP, "one", MAIL, 60, 100)
+    assert take(there, transport=small) == []
+    found = contents(there)
+    jobs = [end for end in found if end.startswith("job:")]
+    lost = 60 if relayed else 0
+    assert (len(found["failed"]), len(jobs), len(found.get("batches", []))) == (5, 5, lost)
+    assert there.transport.inspect(MAIL).missing == lost
+    if not relayed:
+        assert where(there) == {}
+
+
 # --- who gets what, and when ------------------------------------------------------------------------------------------------
 
 
@@ -587,7 +613,7 @@ def test_any_worker_of_the_installation_makes_jobs_ready_whose_own_workers_are_g
     assert (state.orphaned, state.counts["running"], state.counts["ready"]) == (3, 3, 0)
     other = there.another()
     other.open("others", ["queue/other"])
-    other.claim("others", "w", "queue/other", 60, 10)
+    other.reclaim_when_due()
     states = {state.queue: state for state in there.transport.queues()}
     assert (states["mail"].orphaned, states["mail"].counts["ready"]) == (0, 3)
     assert states["other"].group == "others"
@@ -733,6 +759,19 @@ def test_o_33_a_job_of_next_month_has_no_ttl_and_is_done_once(there: Queue) -> N
     there.raw.zadd(f"{there.key(MAIL)}:delayed", {job_id: 1}, xx=True)
     assert ids(take(there)) == [job_id]
     assert take(there) == []
+
+
+def test_o_39_what_nobody_renews_is_ready_again_within_two_claims(there: Queue) -> None:
+    """Its own workers have half a claim to come first; somebody looks four times in a claim, see `reclaim_when_due`."""
+    (job_id,) = add(there, job())
+    take(there, process="dead")
+    overdue(there, job_id, milliseconds=89_000)
+    assert there.transport.reclaim() == 0
+    overdue(there, job_id, milliseconds=1_000)
+    assert there.transport.reclaim() == 1
+    there.transport.reclaim_when_due()
+    assert there.transport._reclaim_due - time.monotonic() <= 15
+    assert where(there) == {job_id: "ready"}
 
 
 # --- what is asked ------------------------------------------------------------------------------------------------------------
@@ -913,6 +952,38 @@ def test_completion_events_are_heard_on_a_channel(there: Queue) -> None:
     eventually(both)
     assert heard == [f"completed {job_ids[0]}", f"failed {job_ids[1]}"]
     ear.close()
+
+
+class _OneNodeAway(OneServer):
+    """Cannot reach a queue, as if it were at another node of a cluster."""
+
+    def run(self, calls: Any, then: Any = ()) -> list[Any]:
+        away = TransportUnavailable("Redis: the node is away", "ConnectionError")
+        replies = super().run(calls, then)
+        return [away if "{queue/away}" in call[0] else reply for call, reply in zip(calls, replies, strict=True)]
+
+
+@pytest.mark.parametrize("there", [each for each in _HERE if each.values[0][0] == "queue"], indirect=True)
+def test_a_queue_that_cannot_be_used_hides_no_other(there: Queue, caplog: pytest.LogCaptureFixture) -> None:
+    add(there, job())
+    take(there, process="dead")
+    overdue(there, *where_running(there))
+    there.transport.open(GROUP, ["queue/away"])
+    lists = ListTransport(_OneNodeAway(there.client()), there.prefix)
+    assert [state.queue for state in lists.queues()] == ["mail"]
+    assert "queue away is left out: Redis: the node is away" in caplog.text
+    assert lists.reclaim() == 1
+    there.raw.srem(f"{there.prefix}queues", MAIL)
+    with pytest.raises(TransportUnavailable, match="the node is away"):
+        lists.queues()
+
+
+def test_ids_that_are_none_of_ours_hide_no_job(there: Queue) -> None:
+    (job_id,) = add(there, job())
+    there.raw.rpush(f"{there.key(MAIL)}:ready:normal", "a stranger's", b"\xff\xfe")
+    there.transport.ack(GROUP, take(there), [FAILED])
+    assert there.transport.queues()[0].counts["failed"] == 3
+    assert [str(state.id) for state in there.transport.jobs("mail", "failed")] == [job_id]
 
 
 # --- waiting ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from itertools import count
@@ -24,7 +24,7 @@ import psycopg
 import pytest
 from typer.testing import CliRunner, Result
 
-from consumer import Consumer, Envelope, Retry
+from consumer import Consumer, Envelope, Reject, Retry
 from consumer.cli import app as consumer_app
 from consumer.jobs import Cancelled, cancel
 from consumer.ledger import Operations
@@ -33,6 +33,7 @@ from consumer.worker import Worker
 from outbox import InvalidEvent, Job, jobs, record
 from outbox.cli import app
 from outbox.embedded import ValkeyServer
+from outbox.errors import StreamUnusable
 from outbox.relay import Relay
 from outbox.settings import RelaySettings
 from outbox.transport import Router, Settled
@@ -677,3 +678,40 @@ def test_what_is_told_late_of_a_cancelled_job_is_no_news(shop: Shop) -> None:
     assert shop.lists.cancel("accounts", given.id) == "ready"
     shop.lists.settle(MAIL, {given.id: Settled("waiting", error="ValueError: too late")})
     assert shop.status(given) == "cancelled"
+
+
+@pytest.mark.parametrize("state", ["paused", "reads nothing new", "has no queue"])
+def test_o_39_whoever_does_nothing_itself_makes_jobs_of_the_dead_ready(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    monkeypatch.setattr("consumer.worker._TROUBLES_SECONDS", 0.05)
+    consumer = Consumer("ledger", queues=["accounts"], retry=Retry(first_seconds=60))
+
+    @consumer.job("credited")
+    def fail(job: Envelope, session: Any) -> None:
+        raise Reject("no") if state == "paused" else ValueError
+
+    if state == "has no queue":
+        shop.lists.open("others", [MAIL])
+    worker = shop.worker(consumer, claim_seconds=0.2, dead_letter_limit=1, max_waiting=1)
+    shop.lists.enqueue([job()])
+
+    def works() -> bool:
+        with suppress(StreamUnusable):
+            worker.run_once()
+            return worker._dying if state == "paused" else worker._failing
+        return state == "has no queue"
+
+    eventually(works)
+    left = Job(queue="paper", type="print", payload=None)
+    shop.lists.open("printer", ["queue/paper"])
+    shop.lists.enqueue([left])
+    assert len(shop.lists.read("printer", "dead", ["queue/paper"], 1, 0)) == 1
+    shop.site.redis.zadd("{queue/paper}:claims", {str(left.id): 1})
+
+    def ready() -> bool:
+        works()
+        found = shop.lists.job("paper", left.id)
+        return found is not None and found.status == "ready"
+
+    eventually(ready)
