@@ -74,20 +74,23 @@ def test_o_28_workers_that_are_stopped_again_and_again_lose_no_job(site: QueueSi
 
     pusher = threading.Thread(target=push)
     pusher.start()
-    workers = [site.consumer() for _ in range(3)]
+    claim = {
+        "CONSUMER_CLAIM_SECONDS": "5"
+    }  # renewed in time on a busy machine; what is handed back does not wait for it
+    workers = [site.consumer(**claim) for _ in range(2)]
     try:
-        for began in range(4, 4 + restarts):
-            workers.append(site.consumer())
-            site.ready(began)
-            before = len(site.lists.jobs("accounts", "completed", 10_000))
-            eventually(lambda: len(site.lists.jobs("accounts", "completed", 10_000)) > before)  # noqa: B023 - called here
+        for began in range(3, 3 + restarts):
+            workers.append(site.consumer(**claim))
+            site.ready(began, 60)
+            before = site.state()[0]
+            eventually(lambda: site.state()[0] > before)  # noqa: B023 - called here
             old = workers.pop(0)
             old.send_signal(signal.SIGTERM)
             assert old.wait(30) == 0
     finally:
         over.set()
         pusher.join()
-    assert number > 25 * restarts
+    assert number > 10 * restarts
     site.settled(number, 40)
     assert (site.unread(), set(started(site).values())) == (0, {1})
     assert site.redis.zcard(f"{site.base}:batches") == 0
