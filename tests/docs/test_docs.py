@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -128,6 +129,14 @@ def test_help_is_there(command: str) -> None:
         [sys.executable, "-m", package, *rest, "--help"], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert "Usage" in done.stdout
+
+
+def test_help_is_folded_where_the_terminal_ends_and_not_where_the_source_does() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "consumer", "run", "--help"],
+        capture_output=True, text=True, check=True, cwd=ROOT, env=os.environ | {"COLUMNS": "160"},
+    )  # fmt: skip
+    assert "and was handed back. 78: with --strict" in done.stdout
 
 
 def test_the_soak_and_the_fire_have_the_options_that_their_page_names() -> None:

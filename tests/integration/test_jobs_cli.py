@@ -257,7 +257,7 @@ def test_o_98_deaths_and_backlog_are_shown_as_they_are(
 def test_jobs_are_listed_by_status_without_payloads(office: Office, worker: Worker) -> None:
     completed, waits, dead = office.job(), office.job("fails"), office.job("rejected")
     drained(office, worker)
-    low, high = office.job(priority="low"), office.job(priority="high")
+    low, high = office.job(priority="low"), office.job(priority="high", key="o1")
     delayed = office.job(run_at=timedelta(days=1))
     running = office.job(priority="high", lifo=True)
     office.claim(1)
@@ -278,6 +278,7 @@ def test_jobs_are_listed_by_status_without_payloads(office: Office, worker: Work
         "running", "ready", "ready", "delayed", "waiting", "failed",
     ]  # fmt: skip
     assert "by gone, claimed until 2" in text
+    assert (found[high]["key"], found[low]["key"], text.count("  key o1  ")) == ("o1", None, 1)
     for shown in (text, json.dumps(list(found.values()))):
         assert "\x1b" not in shown
         assert "xyzw" not in shown
@@ -285,6 +286,19 @@ def test_jobs_are_listed_by_status_without_payloads(office: Office, worker: Work
     limited = office.run(consumer_app, "jobs", "list", "mail", "--status", "ready", "--limit", "1")
     assert "first 1 ready ones" in limited.stderr
     assert "--status: must be one of running, ready," in office.refused("list", "mail", "--status", "done")
+
+
+def test_a_queue_of_another_consumer_is_said_once_a_minute(
+    office: Office, worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = office.worker(mailer("other", queues=["mail", "letters"]))
+    for _ in range(5):
+        other.run_once()
+        time.sleep(0.03)  # it looks again
+    said = [each.getMessage() for each in caplog.records if getattr(each, "action", "") == "stream_failed"]
+    assert len(said) == 1, said
+    assert "is the queue of consumer mailer" in said[0]
+    assert "If mailer is gone for good, `outbox drop-group mailer` frees it" in said[0]
 
 
 def test_a_long_queue_is_listed_to_its_end(office: Office) -> None:
@@ -329,7 +343,10 @@ def test_all_about_a_job_is_shown_and_its_payload_only_when_asked_for(office: Of
         (whole,) = office.found("show", "mail", job_id, "--payload")
         (data,) = [each["text"] for each in whole["fields"] if each["name"] == "data"]
         assert json.loads(data)["card"] == "xyzw"
-    assert '{"answer":"s3cret"}' in office.said("show", "mail", completed, "--payload")
+    whole = office.said("show", "mail", completed, "--payload")
+    assert '{"answer":"s3cret"}' in whole
+    assert "payload   is not kept in Redis" in whole
+    assert "payload   is not kept" not in text + office.said("show", "mail", waits, dead, ready, "--payload")
     assert office.found("show", "mail", completed, "--payload")[0]["redis"]["result"] == {"answer": "s3cret"}
 
 
