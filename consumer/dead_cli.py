@@ -132,8 +132,8 @@ def requeue(
 
     Safe to interrupt, and to run again or twice at a time. What was applied after all is not applied again, and stays.
 
-    Exit code 0: done, if there was anything to do; 1: it did not get to the end, or there is none of those ids; 3: some stay, and it
-    says why.
+    Exit code 0: done, if there was anything to do; 1: it did not get to the end, or none of those ids is there; 3: some
+    stay, and it says why.
     """
     with _opened(name, schema) as (connection, operations):
         selection = _selection(connection, operations, id, reason, type, topic, key, since, until, limit, all)
@@ -158,8 +158,8 @@ def discard(
 ) -> None:  # fmt: skip
     """Throw dead letters away. Their events are never applied, also if they come again (but see --forget).
 
-    Exit code 0: done, if there was anything to do; 1: it did not get to the end, or there is none of those ids; 3: some stay, and it
-    says why.
+    Exit code 0: done, if there was anything to do; 1: it did not get to the end, or none of those ids is there; 3: some
+    stay, and it says why.
     """
     with _opened(name, schema) as (connection, operations):
         selection = _selection(connection, operations, id, reason, type, topic, key, since, until, limit, all)

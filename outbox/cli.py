@@ -151,11 +151,11 @@ def queues(
 ) -> None:
     """Show every queue of jobs: what is ready, delayed, running and orphaned, and what has failed. Changes nothing.
 
-    The consumer is `-` where none has opened the queue yet. Ready jobs by priority: high/normal/low; INCOMPLETE where the relay has
-    jobs to publish that Redis never had, or has lost. Orphaned ones are running, but their process is gone: another worker takes
-    them over when their claim (CONSUMER_CLAIM_SECONDS) has ended. Waiting ones and dead letters are in the consumer's tables (?:
-    these are in another database or schema). Completed, failed and cancelled: of the last ones that Redis remembers, also such
-    as were requeued or discarded since; what is dead now, `dead` says.
+    The consumer is `-` where none has opened the queue yet. Ready jobs by priority: high/normal/low; INCOMPLETE where
+    the relay has jobs to publish that Redis never had, or has lost. Orphaned ones are running, but their process is
+    gone: another worker takes them over when their claim (CONSUMER_CLAIM_SECONDS) has ended. Waiting ones and dead
+    letters are in the consumer's tables (?: these are in another database or schema). Completed, failed and cancelled:
+    of the last ones that Redis remembers, also such as were requeued or discarded since; `dead` is what counts.
 
     The jobs themselves: consumer jobs list QUEUE
     """

@@ -84,6 +84,21 @@ def test_readme_snippets_do_what_they_say(database_url: str, redis_url: str, pre
         assert client.xpending(f"{prefix}{{payments}}", "wallet")["pending"] == 0
 
 
+def test_readme_starts_the_servers_that_it_names() -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", snippet("embedded")], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert program.stdout is not None
+    said = dict(program.stdout.readline().strip().removeprefix("export ").split("=", 1) for _ in range(2))
+    engine = create_engine(said["DATABASE_URL"])
+    with engine.connect() as connection, redis.Redis.from_url(said["REDIS_URL"]) as client:
+        assert connection.exec_driver_sql("SELECT 1").scalar_one() == 1
+        assert client.ping()
+    engine.dispose()
+    program.communicate("\n", timeout=60)
+    assert program.returncode == 0
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -91,6 +92,31 @@ def test_the_examples_run_as_the_page_says(database_url: str, redis_url: str, pr
             "(SELECT count(*) FROM effects_payouts WHERE status = 'paid')"
         )
         assert counted.fetchone() == (1, 1, 1)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
+def test_the_fastapi_example_runs_as_the_page_says(database_url: str) -> None:
+    (script,) = re.findall(r"<!-- test: run -->\n```bash\n(.*?)```", PAGES["idempotency"], re.DOTALL)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        script = script.replace("8000", str(free.getsockname()[1]))
+    environment = os.environ | {
+        "DATABASE_URL": database_url.replace("postgresql://", "postgresql+psycopg://"),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    shell = subprocess.Popen(
+        ["bash", "-c", f"{script}\nkill %1\nwait"], cwd=ROOT, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = shell.communicate(timeout=100)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)
+    assert said.count("\nHTTP/1.1 201 Created\n") == 2, said
+    assert said.count('{"wallet_id":"w1","balance_halala":5000}') == 2, said
+    assert said.lower().count("idempotency-replayed: true") == 1, said
+    assert said.endswith("1\n0\n"), said
 
 
 def test_psycopg(database_url: str) -> None:

@@ -467,6 +467,16 @@ def test_a_job_that_is_on_its_way_is_cancelled_when_asked_for(office: Office, wo
     assert office.count("SELECT count(*) FROM public.message_failures") == 0
 
 
+def test_jobs_of_a_queue_that_none_has_opened_are_cancelled_once_a_consumer_without_handlers_has(
+    office: Office,
+) -> None:
+    ready, delayed = office.job(queue="reports"), office.job(queue="reports", run_at=timedelta(days=1))
+    assert "no consumer of queues 'reporter'" in office.refused("cancel", "reporter", ready, delayed, "--unseen")
+    worker = office.worker(Consumer("reporter", queues=["reports"]))
+    eventually(lambda: worker.run_once() is not None and office.queues()["reports"]["waiting"] == 1)
+    assert {each["before"] for each in office.found("cancel", "reporter", ready, delayed)} == {"waiting", "delayed"}
+
+
 def test_dead_jobs_are_tried_again(office: Office, worker: Worker) -> None:
     dead, other, waits = office.job("rejected"), office.job("rejected"), office.job("fails")
     drained(office, worker)
