@@ -320,6 +320,7 @@ class Worker:
             raise
 
     def _round(self) -> Counter[Outcome]:
+        self._transport.reclaim_when_due()  # of every queue, by every worker, also by one that cannot use its own or is paused
         self._prepare()
         self._acknowledge()
         if not self._at_hand:

@@ -339,9 +339,10 @@ def _lines(found: operations.Status) -> Iterator[str]:
             waiting = "?" if group.undelivered is None else f"{group.undelivered:,}"
             pending = "?" if group.there is None else f"{group.pending:,}"
             since = f" (oldest {_seconds(group.unacknowledged_seconds)})" if group.unacknowledged else ""
+            orphaned = f", {group.orphaned:,} of them orphaned" if group.orphaned else ""
             yield (
                 f"  group {name}: {group.unacknowledged:,} not acknowledged{since}, {waiting} undelivered, {pending} pending"
-                f" (oldest {_seconds(group.oldest_pending_seconds)}), acknowledged to batch {group.acked_batch}"
+                f" (oldest {_seconds(group.oldest_pending_seconds)}){orphaned}, acknowledged to batch {group.acked_batch}"
                 f" {_seconds(group.still_seconds)} ago"
                 + _aside(group)
                 + (

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from outbox.envelope import DEFAULT_MAX_PAYLOAD_BYTES, Job, check_queue
 from outbox.errors import InvalidEvent
-from outbox.settings import redis_address
+from outbox.settings import check_prefix, redis_address
 from outbox.transport import ListTransport, Router
 from outbox.transport.base import JobState
 
@@ -32,7 +32,7 @@ def enqueue(redis: str | ListTransport | Router, *jobs: Job, prefix: str = "") -
 
     Raises:
         InvalidEvent: a job is too large.
-        SettingsError: the address is malformed.
+        SettingsError: the address or the prefix is malformed.
         TransportError: Redis did not do it, or has not said so; some may be in their queues.
     """
     for job in jobs:
@@ -55,7 +55,7 @@ def state(redis: str | ListTransport | Router, queue: str, job_id: uuid.UUID, *,
 
     Raises:
         InvalidEvent: no queue can have that name.
-        SettingsError: the address is malformed.
+        SettingsError: the address or the prefix is malformed.
         TransportError: Redis does not answer.
     """
     with _lists(redis, prefix) as lists:
@@ -65,7 +65,7 @@ def state(redis: str | ListTransport | Router, queue: str, job_id: uuid.UUID, *,
 @contextmanager
 def _lists(redis: str | ListTransport | Router, prefix: str) -> Iterator[ListTransport]:
     if isinstance(redis, str):
-        opened = ListTransport.from_url(redis_address(redis), prefix=prefix)
+        opened = ListTransport.from_url(redis_address(redis), prefix=check_prefix(prefix))
         try:
             yield opened
         finally:

@@ -47,6 +47,7 @@ class GroupStatus:
         there: whether the server has the group; None: it was not asked.
         dead: deliveries put aside as dead letters; None: the consumer's tables are in another database or schema.
         waiting: delivered events that wait in the consumer's tables for another try, a handler or an earlier version; as `dead`.
+        orphaned: of a queue: pending jobs whose claim has ended or is lost; see `QueueStatus`. None: it has no group there.
     """
 
     name: str
@@ -61,6 +62,7 @@ class GroupStatus:
     there: bool | None
     dead: int | None
     waiting: int | None
+    orphaned: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +227,7 @@ def queues(settings: RelaySettings, consumer_schema: str = "public") -> list[Que
     Raises:
         SchemaError: the tables are missing or of another revision.
         psycopg.Error: PostgreSQL cannot be reached, or does not answer.
-        TransportError: Redis does not answer, or a queue cannot be used.
+        TransportError: Redis does not answer, or no queue can be used; one among others is named in the log and left out.
     """
     with opened(settings, database_seconds=_DATABASE_SECONDS) as (store, connection, transport):
         with schemas.answering(connection, _DATABASE_SECONDS):
@@ -391,6 +393,7 @@ def _stream(
                 group.pending if group else 0, None if is_queue(head.stream) else _age(group), acked, known.ages.get((head.stream, name)),
                 group.idle_seconds if group else None, group is not None if asked else None,
                 _count(known.dead, head.stream, name), _count(known.waiting, head.stream, name),
+                group.orphaned if group else None,
             )
         )  # fmt: skip
     pause = known.pauses.get(head.stream)

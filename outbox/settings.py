@@ -22,6 +22,7 @@ from outbox.envelope import DEFAULT_MAX_PAYLOAD_BYTES, TOPIC_PATTERN, check_topi
 from outbox.errors import InvalidEvent, SettingsError
 
 _SCHEMA = re.compile(r"[\w-][\w$ .-]*")
+_KEY_PREFIX = r"[A-Za-z0-9._/:-]{0,100}"
 _SECOND = 1.0
 
 
@@ -38,6 +39,17 @@ def check_schema(name: str) -> str:
     if name.lower().startswith("pg_"):
         raise SettingsError(f"schema: names that start with pg_ are PostgreSQL's own; is {name!r}")
     return name
+
+
+def check_prefix(prefix: str) -> str:
+    """Return `prefix` if Redis' keys may begin with it: braces, say, would part a queue's keys on a cluster.
+
+    Raises:
+        SettingsError: they may not.
+    """
+    if not isinstance(prefix, str) or not re.fullmatch(_KEY_PREFIX, prefix):
+        raise SettingsError(f"prefix: must match {_KEY_PREFIX}, is {prefix!r}")
+    return prefix
 
 
 def database_address(url: str) -> str:
@@ -132,7 +144,7 @@ class Settings(BaseSettings):
     #: Relay and consumers share ``OUTBOX_KEY_PREFIX``.
     key_prefix: str = Field(
         default="",
-        pattern=r"^[A-Za-z0-9._/:-]{0,100}$",
+        pattern=f"^{_KEY_PREFIX}$",
         validation_alias="OUTBOX_KEY_PREFIX",
     )
     #: Lanes (streams) a topic is spread over by hash of the key: ``payments=8,orders=2``. Relay and consumers

@@ -279,6 +279,7 @@ class GroupState:
         undelivered: entries not yet delivered of the batch after that one.
         idle_seconds: since a consumer of the group last asked for something; None: it has none.
         basis: the label of the batch that `acked` was read from, which may be another outbox's.
+        orphaned: those of `pending` whose claim has ended or is lost; None: it is no queue.
     """
 
     name: str
@@ -289,6 +290,7 @@ class GroupState:
     undelivered: int
     idle_seconds: float | None = field(default=None, compare=False)
     basis: str = field(default="", compare=False)
+    orphaned: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,6 +430,9 @@ class Transport(Protocol):
         Raises:
             GroupLost: the group or the stream is gone.
         """
+
+    def reclaim_when_due(self) -> None:
+        """Let jobs of every queue be ready again whose workers are gone, if that is due; does not fail. For streams nothing."""
 
     def hand_back(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> None:
         """Let others claim these deliveries of ours at once, as if they had not been delivered this time."""

@@ -109,7 +109,9 @@ class ListTransport(RelayedTransport):
     def inspect(self, stream: str, *, groups: Sequence[str] = (), keep_seconds: float | None = None) -> StreamState:
         """Nothing stays in a queue that is acknowledged, so that nothing is trimmed. Jobs start out of turn, so that
         `GroupState.delivered` is the newest batch, and `undelivered` counts all jobs that have not begun."""
-        outstanding, missing, text, group, running, oldest, lowest, undelivered, idle_ms, *_ = self._state(stream)
+        outstanding, missing, text, group, running, oldest, lowest, undelivered, idle_ms, *more = self._one(
+            stream, _INSPECT, "state"
+        )
         marker = Marker.parse(text.decode())
         newest = marker.seq if marker else 0
         acked = min(newest, int(float(lowest)) - 1) if lowest else newest
@@ -117,13 +119,10 @@ class ListTransport(RelayedTransport):
             outstanding, missing, 0,
             [GroupState(
                 group.decode(errors="backslashreplace"), running, oldest.decode() or None, acked if not missing else None, newest,
-                undelivered, float(idle_ms) / 1000 if idle_ms != b"-1" else None, marker.label if marker else "",
+                undelivered, float(idle_ms) / 1000 if idle_ms != b"-1" else None, marker.label if marker else "", more[4],
             )] if group else [],
             marker,
         )  # fmt: skip
-
-    def _state(self, stream: str, *more: str) -> Any:
-        return self._one(stream, _INSPECT, "state", *more)
 
     def ids_after(self, stream: str, batch: int, limit: int) -> list[uuid.UUID]:
         """Of those only that are outstanding."""
@@ -182,7 +181,7 @@ class ListTransport(RelayedTransport):
             if error is not None:
                 raise error
         token = secrets.token_hex(8)
-        arguments = ("ready", self._claim_ms, count, group, consumer, token)
+        arguments = ("ready", self._claim_ms, count, self._kept, group, consumer, token)
         replies = self._script(_CLAIM, [(stream, arguments) for stream in streams])
         found: list[Delivery] = []
         failed: dict[str, TransportError] = {}
@@ -229,9 +228,8 @@ class ListTransport(RelayedTransport):
     def claim(
         self, group: str, consumer: str, stream: str, idle_seconds: float, count: int, cursor: str | None = None
     ) -> Claim:
-        self.reclaim_when_due()
         jobs, lost, began = self._one(
-            stream, _CLAIM, "overdue", self._claim_ms, count, group, consumer, secrets.token_hex(8),
+            stream, _CLAIM, "overdue", self._claim_ms, count, self._kept, group, consumer, secrets.token_hex(8),
             round(idle_seconds * 1000), cursor or "",
         )  # fmt: skip
         return Claim(
@@ -239,32 +237,29 @@ class ListTransport(RelayedTransport):
         )
 
     def reclaim(self) -> int:
-        """Let jobs of every queue of this installation be ready again that nobody has renewed or taken over for two claims, 128
-        of each at most; also those of other consumers, whose workers are gone. Returns how many.
+        """Let jobs of every queue of this installation be ready again that nobody has renewed for one and a half claims, nor
+        taken over, 128 of each at most; also those of other consumers, whose workers are gone. Returns how many.
 
         Raises:
-            TransportUnavailable: the server cannot be reached or cannot work.
+            TransportError: no queue can be used.
         """
-        streams = self._known()
-        replies = self._script(_CLAIM, [(s, ("reclaim", self._claim_ms, _RECLAIMED, "", "", "")) for s in streams])
+        arguments = ("reclaim", self._claim_ms, _RECLAIMED, self._kept, "", "", "")
         again = 0
-        for stream, reply in zip(streams, replies, strict=True):
-            if isinstance(reply, TransportUnavailable):
-                raise reply
-            if not isinstance(reply, TransportError):
-                self._tell_lost(stream, reply[1])
-                again += reply[2]
-                if reply[2]:
-                    _log.info(
-                        "%d jobs of %s are ready again: nobody has renewed their claims", reply[2], stream,
-                        extra={"action": "reclaimed", "stream": stream, "jobs": reply[2]},
-                    )  # fmt: skip
+        for stream, (_, lost, ready) in self._of_each(self._known(), _CLAIM, arguments, logging.DEBUG):
+            self._tell_lost(stream, lost)
+            again += ready
+            if ready:
+                _log.info(
+                    "%d jobs of %s are ready again: nobody has renewed their claims", ready, stream,
+                    extra={"action": "reclaimed", "stream": stream, "jobs": ready},
+                )  # fmt: skip
         return again
 
     def reclaim_when_due(self) -> None:
-        """`reclaim`, twice in the time of a claim; failures do not matter, there is a next time."""
+        """`reclaim`, four times in a claim, so that what nobody renews is ready within two; failures do not matter, there is a
+        next time."""
         if time.monotonic() >= self._reclaim_due:
-            pause = self._claim_seconds / 2
+            pause = self._claim_seconds / 4
             try:
                 if self.reclaim() >= _RECLAIMED:
                     pause = 0
@@ -284,7 +279,7 @@ class ListTransport(RelayedTransport):
         return self._hold("keep", consumer, consumer, [(d, "") for d in deliveries])
 
     def left(self, group: str, consumer: str, stream: str, count: int) -> list[Delivery]:
-        jobs, _, _ = self._one(stream, _CLAIM, "left", self._claim_ms, count, group, consumer, "")
+        jobs, _, _ = self._one(stream, _CLAIM, "left", self._claim_ms, count, self._kept, group, consumer, "")
         return _deliveries(stream, jobs)
 
     def inherit(self, group: str, consumer: str, late: str, deliveries: Sequence[Delivery]) -> list[Delivery]:
@@ -353,8 +348,11 @@ class ListTransport(RelayedTransport):
         Raises:
             TransportError: the queue cannot be looked at.
         """
-        found = self._one(QUEUE_PREFIX + queue, _INSPECT, "jobs", status, limit, after)
-        return [_job_state(queue, *each) for each in found]
+        states = []
+        for each in self._one(QUEUE_PREFIX + queue, _INSPECT, "jobs", status, limit, after):
+            with suppress(ValueError):  # not of ours
+                states.append(_job_state(queue, *each))
+        return states
 
     def cancel(self, queue: str, job_id: uuid.UUID) -> str | None:
         """Take a job out of its queue that has not begun, or waits for its next try. Returns its status until now; None: the
@@ -367,17 +365,18 @@ class ListTransport(RelayedTransport):
         return was.decode() or None
 
     def queues(self, also: Iterable[str] = ()) -> list[QueueState]:
-        """Every queue of this installation, by name.
+        """Every queue of this installation that can be looked at, by name; the log names the others.
 
         Args:
             also: names of queues that it may not have heard of yet.
 
         Raises:
-            TransportError: one cannot be looked at.
+            TransportError: none can.
         """
+        streams = sorted({*self._known(), *(QUEUE_PREFIX + name for name in also)})
         return [
-            _queue_state(queue_of(stream), self._state(stream, "ended"))
-            for stream in sorted({*self._known(), *(QUEUE_PREFIX + name for name in also)})
+            _queue_state(queue_of(stream), state)
+            for stream, state in self._of_each(streams, _INSPECT, ("state", "ended"), logging.WARNING)
         ]
 
     # --- plumbing ---
@@ -392,6 +391,29 @@ class ListTransport(RelayedTransport):
         if isinstance(reply, TransportError):
             raise reply
         return reply
+
+    def _of_each(
+        self, streams: Sequence[str], script: Script, arguments: tuple[Any, ...], level: int
+    ) -> list[tuple[str, Any]]:
+        """The replies to a script for each queue; those that cannot be used are named in the log and left out.
+
+        Raises:
+            TransportError: none can be used.
+        """
+        found, failed = [], []
+        replies = self._script(script, [(stream, arguments) for stream in streams])
+        for stream, reply in zip(streams, replies, strict=True):
+            if isinstance(reply, TransportError):
+                _log.log(
+                    level, "queue %s is left out: %s", queue_of(stream), reply,
+                    extra={"action": "queue_failed", "stream": stream},
+                )  # fmt: skip
+                failed.append(reply)
+            else:
+                found.append((stream, reply))
+        if failed and not found:
+            raise failed[0]
+        return found
 
     @property
     def _queues_key(self) -> str:

@@ -260,6 +260,9 @@ class MemoryTransport:
                 deliveries.append(Delivery(stream, str(number), entries[number], pending.count + 1))
             return Claim(deliveries, missing, str(taken[-1]) if len(taken) == count else None)
 
+    def reclaim_when_due(self) -> None:
+        """To this a queue is a stream."""
+
     def hand_back(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> None:
         with self._changed:
             for pending, delivery in self._ours(group, consumer, deliveries):

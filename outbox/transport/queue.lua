@@ -74,6 +74,21 @@ local function state(id, ...)  -- these fields of a job; its first is nil, too, 
   return found.err and {} or found
 end
 
+local function is_outstanding(status) return status == 'delayed' or status == 'ready' or status == 'running' end
+
+local function trim(key, most)  -- let a history have its last ids only, and forget the jobs of the others
+  local over = call('ZCARD', key) - most
+  if over <= 0 then return end
+  local oldest = call('ZPOPMIN', key, over)
+  for first = 1, #oldest, 200 do
+    local keys = {}
+    for each = first, math.min(first + 199, #oldest), 2 do  -- one that was lost may have come again
+      if not is_outstanding(state(oldest[each], ':status')[1]) then keys[#keys + 1] = job .. oldest[each] end
+    end
+    if #keys > 0 then call('DEL', unpack(keys)) end
+  end
+end
+
 local function list_of(priority) return priority == 'high' and high or priority == 'low' and low or normal end
 
 local function wake(n)  -- whoever waits; nobody does where something was ready before. Rights on channels may be missing

@@ -5,14 +5,15 @@
 -- ARGV[1]  'ready'    the next jobs, after what is due has become ready
 --          'overdue'  what nobody has renewed in time, and what is in :processing without a claim (after it had one in vain)
 --          'left'     what a process has; nothing changes
---          'reclaim'  nothing is taken: what is overdue for one more claim becomes ready again
+--          'reclaim'  nothing is taken: what is overdue for half a claim more becomes ready again
 -- ARGV[2]  milliseconds of a claim
 -- ARGV[3]  how many at most
--- ARGV[4]  the group, and
--- ARGV[5]  the process, and
--- ARGV[6]  the token of the new claims
--- ARGV[7]  'overdue': milliseconds for which jobs must not have been renewed, and
--- ARGV[8]  when this look began ('' now): what has been taken since is left out
+-- ARGV[4]  how many ids :failed keeps
+-- ARGV[5]  the group, and
+-- ARGV[6]  the process, and
+-- ARGV[7]  the token of the new claims
+-- ARGV[8]  'overdue': milliseconds for which jobs must not have been renewed, and
+-- ARGV[9]  when this look began ('' now): what has been taken since is left out
 --
 -- Returns {jobs, lost, when}: a job is {id, token, count, flat list of names and values}; `lost` are ids that had no data, and
 -- are in :failed now; `when` is for 'ready' milliseconds until the next delayed job is due (-1: there is none), for 'overdue'
@@ -20,7 +21,7 @@
 
 local n, time = sizes(), clock()
 local what, span, most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local group, process, token = ARGV[4], ARGV[5], ARGV[6]
+local kept, group, process, token = tonumber(ARGV[4]), ARGV[5], ARGV[6], ARGV[7]
 if what ~= 'reclaim' then
   local wrong = checked_group(group)
   if wrong then return wrong end
@@ -35,8 +36,11 @@ local function take(id, count)
   jobs[#jobs + 1] = {id, token, count, call('HGETALL', job .. id)}
 end
 
-local function bury(id)  -- what has no data: it stays outstanding, so that the relay sees that it is missing
+local relayed = call('HEXISTS', relay, 'batch') == 1
+
+local function bury(id)  -- what has no data: it stays outstanding, so that the relay, if there is one, sees that it is missing
   lost[#lost + 1] = id
+  if not relayed and call('ZREM', batches, id) == 1 then call('HINCRBY', relay, 'ended', 1) end
   if type(redis.pcall('HSET', job .. id, ':status', 'failed', ':since', now, ':error', 'its data are lost')) == 'number' then
     call('ZADD', failed, now, id)
   end
@@ -128,8 +132,8 @@ else
       end
     end
   end
-  local began = tonumber(ARGV[8]) or time
-  local limit = what == 'reclaim' and exact(time - span) or exact(began - ARGV[7] + span)
+  local began = tonumber(ARGV[9]) or time
+  local limit = what == 'reclaim' and exact(time - span / 2) or exact(began - ARGV[8] + span)
   local ids = call('ZRANGEBYSCORE', claims, '-inf', '(' .. limit, 'LIMIT', 0, most)
   local again = {}
   for _, id in ipairs(ids) do
@@ -154,4 +158,5 @@ else
 end
 in_chunks('HSET', processing, running)
 in_chunks('ZADD', claims, held)
+if #lost > 0 then trim(failed, kept) end
 return {jobs, lost, when or ''}

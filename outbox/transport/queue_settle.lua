@@ -29,8 +29,6 @@ local function leave(id, status, result, error, again)  -- again: it had left be
   tell(status, id)
 end
 
-local function is_outstanding(status) return status == 'delayed' or status == 'ready' or status == 'running' end
-
 for at = 3, #ARGV, 5 do
   local id, token, status, result, error = unpack(ARGV, at, at + 4)
   local found = state(id, ':status', ':token', 'priority')
@@ -61,16 +59,6 @@ if #left > 0 then
 end
 for key, ids in pairs(ends) do
   in_chunks('ZADD', key, ids)
-  local over = #ids > 0 and call('ZCARD', key) - most or 0
-  if over > 0 then
-    local oldest = call('ZPOPMIN', key, over)
-    for first = 1, #oldest, 200 do
-      local keys = {}
-      for each = first, math.min(first + 199, #oldest), 2 do  -- one that was lost may have come again
-        if not is_outstanding(state(oldest[each], ':status')[1]) then keys[#keys + 1] = job .. oldest[each] end
-      end
-      if #keys > 0 then call('DEL', unpack(keys)) end
-    end
-  end
+  if #ids > 0 then trim(key, most) end
 end
 return taken

@@ -149,8 +149,10 @@ class Router:
     def claim(
         self, group: str, consumer: str, stream: str, idle_seconds: float, count: int, cursor: str | None = None
     ) -> Claim:
-        self.lists.reclaim_when_due()  # of every queue, by every worker
         return self.of(stream).claim(group, consumer, stream, idle_seconds, count, cursor)
+
+    def reclaim_when_due(self) -> None:
+        self.lists.reclaim_when_due()
 
     def hand_back(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> None:
         self._only(_streams(deliveries)).hand_back(group, consumer, deliveries)

@@ -22,8 +22,8 @@ from outbox.errors import GroupLost, StreamUnusable, TransportError, TransportUn
 
 Command = tuple[Any, ...]
 Call = tuple[str, Command]
-#: How long to wait for the answer to SUBSCRIBE.
-_SUBSCRIBED_SECONDS = 5.0
+#: How long to wait for the answer to SUBSCRIBE: by so much a read may take longer than it was to block, where the connection is dead.
+_SUBSCRIBED_SECONDS = 1.0
 #: The command that reads these keys: one, or several where one server has them all.
 Reading = Callable[[Sequence[str]], Command]
 

@@ -164,6 +164,9 @@ class StreamTransport(RelayedTransport):
     def settle(self, stream: str, ended: Mapping[uuid.UUID, Settled]) -> None:
         """Streams keep no jobs."""
 
+    def reclaim_when_due(self) -> None:
+        """What workers of streams leave, their consumer takes over."""
+
     def ack(self, group: str, deliveries: Sequence[Delivery], settled: Sequence[Settled] | None = None) -> None:
         commands = [
             (stream, (b"XACK", self._key(stream), group, *(delivery.receipt for delivery in some)))

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import signal
 import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from itertools import count
@@ -22,7 +24,7 @@ import psycopg
 import pytest
 from typer.testing import CliRunner, Result
 
-from consumer import Consumer, Envelope, Retry
+from consumer import Consumer, Envelope, Reject, Retry
 from consumer.cli import app as consumer_app
 from consumer.jobs import Cancelled, cancel
 from consumer.ledger import Operations
@@ -31,9 +33,11 @@ from consumer.worker import Worker
 from outbox import InvalidEvent, Job, jobs, record
 from outbox.cli import app
 from outbox.embedded import ValkeyServer
+from outbox.errors import StreamUnusable
 from outbox.relay import Relay
 from outbox.settings import RelaySettings
 from outbox.transport import Router, Settled
+from tests.faults.proxy import Proxy, port_of, through
 from tests.faults.test_consumer_faults import QueueSite, job
 from tests.waiting import eventually, in_time, lasting
 
@@ -57,30 +61,33 @@ def started(site: QueueSite) -> Counter[str]:
 
 @pytest.mark.long
 def test_o_28_workers_that_are_stopped_again_and_again_lose_no_job(site: QueueSite) -> None:
-    """50 jobs a second; one worker after the other is stopped as soon as another has started."""
-    seconds = lasting(5, 20)
-    number, over = round(50 * seconds), threading.Event()
+    """50 jobs a second for as long as it lasts; one worker after the other is stopped as soon as another has started, five times
+    at least instead of forty."""
+    restarts, over, numbers = round(lasting(5, 40)), threading.Event(), count(1)
+    number = 0
 
     def push() -> None:
-        for _ in range(number):
+        nonlocal number
+        while not over.wait(0.02):
             site.add(1)
-            over.wait(0.02)
+            number = next(numbers)
 
     pusher = threading.Thread(target=push)
     pusher.start()
-    began, workers = 3, [site.consumer() for _ in range(3)]
+    workers = [site.consumer() for _ in range(3)]
     try:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        for began in range(4, 4 + restarts):
             workers.append(site.consumer())
-            began += 1
-            eventually(lambda: site.output().count("ledger started") == began)  # noqa: B023 - called here
+            site.ready(began)
+            before = len(site.lists.jobs("accounts", "completed", 10_000))
+            eventually(lambda: len(site.lists.jobs("accounts", "completed", 10_000)) > before)  # noqa: B023 - called here
             old = workers.pop(0)
             old.send_signal(signal.SIGTERM)
             assert old.wait(30) == 0
     finally:
         over.set()
         pusher.join()
+    assert number > 25 * restarts
     site.settled(number, 40)
     assert (site.unread(), set(started(site).values())) == (0, {1})
     assert site.redis.zcard(f"{site.base}:batches") == 0
@@ -116,11 +123,12 @@ def test_o_29_a_job_whose_worker_is_killed_starts_elsewhere_soon(site: QueueSite
 
 
 @pytest.mark.long
-def test_o_39_jobs_of_a_queue_whose_own_workers_are_gone_are_ready_again(site: QueueSite) -> None:
-    """Made so by a worker of another queue; meanwhile they are seen as orphaned."""
-    claim = {"CONSUMER_CLAIM_SECONDS": "1"}
+@pytest.mark.parametrize("reads", ["queues=['paper']", "topics=['paper']"], ids=["another queue's", "a topic's"])
+def test_o_39_jobs_of_a_queue_whose_own_workers_are_gone_are_ready_again(site: QueueSite, reads: str) -> None:
+    """Made so by a worker of another queue, or by a consumer of topics; meanwhile they are seen as orphaned."""
+    claim, what = {"CONSUMER_CLAIM_SECONDS": "1"}, "job" if "queues" in reads else "on"
     (site.folder / "other.py").write_text(
-        "from consumer import Consumer\nwallet = Consumer('printer', queues=['paper'])\nwallet.job('print')(print)\n"
+        f"from consumer import Consumer\nwallet = Consumer('printer', {reads})\nwallet.{what}('print')(print)\n"
     )
     site.run("consumer", "run", "other:wallet", **claim)
     eventually(lambda: "consumer printer started" in site.output())
@@ -136,6 +144,7 @@ def test_o_39_jobs_of_a_queue_whose_own_workers_are_gone_are_ready_again(site: Q
         eventually(lambda: site.lists.queues()[0].orphaned == 1)
         eventually(lambda: (site.pending(), site.unread()) == (0, 1))
         ready = time.monotonic() - killed
+        time.sleep(lasting(0, 10))  # nobody is there for so long
         assert site.lists.queues()[0].orphaned == 0
         next_one = site.consumer(**claim)
         site.ready(2 * number)
@@ -147,6 +156,79 @@ def test_o_39_jobs_of_a_queue_whose_own_workers_are_gone_are_ready_again(site: Q
         return max(took, ready - 1)  # workers of other queues wait for one claim more than its own
 
     assert in_time(2, done_by_the_next)
+
+
+@pytest.mark.long
+def test_o_27_jobs_whose_claim_is_heard_of_by_nobody_are_done_in_time(site: QueueSite) -> None:
+    """The reply to a worker that waits is lost, and then its connection; or the worker is killed as it gets one. All the time the
+    queue has all that is not done."""
+    claim, chance, over = {"CONSUMER_CLAIM_SECONDS": "1"}, random.Random(27), threading.Event()
+    added, numbers, lost = 0, count(1), list[int]()
+
+    def add(number: int) -> None:
+        nonlocal added
+        site.add(number)
+        added += number
+
+    def watch() -> None:
+        while not over.wait(0.005):
+            before = added
+            with site.redis.pipeline(transaction=True) as pipeline:
+                for name in ("high", "normal", "low"):
+                    pipeline.llen(f"{site.base}:ready:{name}")
+                pipeline.hlen(f"{site.base}:processing").zcard(f"{site.base}:completed")
+                if sum(pipeline.execute()) < before:
+                    lost.append(before)
+
+    with Proxy(port_of(site.redis_url)) as proxy, ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(watch)
+        try:
+            worker = site.consumer(REDIS_URL=through(proxy, site.redis_url), **claim)
+
+            def done_after_a_lost_reply() -> float:
+                number = next(numbers)
+                eventually(lambda: site.blocked() == 1)
+                proxy.drop_replies = True
+                add(1)
+                eventually(lambda: site.pending() == 1)
+                assert len(started(site)) == number - 1
+                cut = time.monotonic()
+                proxy.cut()
+                proxy.drop_replies = False
+                site.settled(number)
+                return time.monotonic() - cut
+
+            assert in_time(2, done_after_a_lost_reply)
+            worker.terminate()
+            assert worker.wait(20) == 0
+            kills = round(lasting(4, 100))
+
+            def done_after_kills() -> float:
+                nonlocal kills
+                for _ in range(kills):
+                    doomed = site.consumer(PACE="0.01", **claim)
+                    eventually(lambda: site.blocked() == 1)
+                    add(5)
+                    time.sleep(chance.uniform(0, 0.03))
+                    doomed.kill()
+                    eventually(lambda: site.blocked() == 0)
+                assert site.state()[0] < added, "kills met work"
+                kills, ready = 1, site.output().count("consumer ledger started")
+                last = site.consumer(**claim)
+                site.ready(ready + 1)
+                begun = time.monotonic()
+                site.settled(added)
+                took = time.monotonic() - begun
+                last.terminate()
+                assert last.wait(20) == 0
+                return took
+
+            assert in_time(2, done_after_kills)
+        finally:
+            over.set()
+        watching.result()
+    assert lost == []
+    assert len(started(site)) == added
 
 
 # --- in this process -----------------------------------------------------------------------------------------------------
@@ -334,6 +416,32 @@ def test_what_redis_forgets_of_a_queue_comes_again_and_is_done_once(shop: Shop) 
     )
 
 
+def test_an_idle_worker_begins_a_job_within_50_ms(shop: Shop) -> None:
+    """At one of five tries; what looks once a second does at none, since it has just looked."""
+    begun: list[float] = []
+    consumer = Consumer("ledger", queues=["accounts"])
+    consumer.job("credited")(lambda job, session: begun.append(time.monotonic()))
+    worker = shop.worker(consumer, block_seconds=20, check_seconds=60)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+
+        def begins() -> float:
+            number = len(begun)
+            eventually(lambda: shop.site.blocked() == 1)
+            given = time.monotonic()
+            shop.lists.enqueue([job()])
+            eventually(lambda: len(begun) > number and not shop.site.pending())
+            eventually(lambda: shop.site.blocked() == 1)
+            return begun[-1] - given
+
+        assert in_time(0.05, begins, tries=5)
+    finally:
+        worker.stop()
+        thread.join(20)
+    assert not thread.is_alive()
+
+
 def test_of_jobs_with_one_id_one_is_done(shop: Shop) -> None:
     """Recorded twice, before and after it is done, and enqueued besides."""
     seen: list[Envelope] = []
@@ -448,6 +556,33 @@ def test_o_53_a_consumer_that_comes_when_memory_is_full_drains_its_queue(shop: S
     eventually(lambda: (worker.run_once(), len(seen) == 3)[1])
 
 
+@pytest.mark.long
+def test_o_64_a_worker_does_good_jobs_behind_broken_ones_soon_and_at_leisure(site: QueueSite) -> None:
+    """200 have lost their data when they are due, with 50 good ones behind them."""
+    site.consumer(CONSUMER_BLOCK_SECONDS="1", CONSUMER_CHECK_SECONDS="1", CONSUMER_CLAIM_SECONDS="60")
+    site.ready(1)
+    numbers = count(1)
+
+    def looks() -> int:
+        return int(site.redis.info("commandstats")["cmdstat_evalsha"]["calls"])
+
+    def done() -> float:
+        number = next(numbers)
+        due = datetime.now(UTC) + timedelta(seconds=0.5)
+        broken, good = [job(run_at=due) for _ in range(200)], [job(run_at=due) for _ in range(50)]
+        site.lists.enqueue([*broken, *good])
+        assert site.redis.delete(*[f"{site.base}:job:{each.id}" for each in broken]) == 200
+        begun, before = time.monotonic(), looks()
+        site.settled(50 * number)
+        took = time.monotonic() - begun
+        eventually(lambda: time.monotonic() > begun + 3)
+        assert looks() - before < 20 * (time.monotonic() - begun), "a second"
+        assert site.statuses() == {"completed": 50 * number, "failed": 200 * number}
+        return took
+
+    assert in_time(0.5 + 5, done)
+
+
 @pytest.mark.parametrize("delay", [0, 60])
 def test_a_job_that_a_queue_has_twice_is_not_missing_for_ever(shop: Shop, delay: int) -> None:
     """Its data were lost while it was ready, and came again when something else was lost, too; no worker is there."""
@@ -543,3 +678,40 @@ def test_what_is_told_late_of_a_cancelled_job_is_no_news(shop: Shop) -> None:
     assert shop.lists.cancel("accounts", given.id) == "ready"
     shop.lists.settle(MAIL, {given.id: Settled("waiting", error="ValueError: too late")})
     assert shop.status(given) == "cancelled"
+
+
+@pytest.mark.parametrize("state", ["paused", "reads nothing new", "has no queue"])
+def test_o_39_whoever_does_nothing_itself_makes_jobs_of_the_dead_ready(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    monkeypatch.setattr("consumer.worker._TROUBLES_SECONDS", 0.05)
+    consumer = Consumer("ledger", queues=["accounts"], retry=Retry(first_seconds=60))
+
+    @consumer.job("credited")
+    def fail(job: Envelope, session: Any) -> None:
+        raise Reject("no") if state == "paused" else ValueError
+
+    if state == "has no queue":
+        shop.lists.open("others", [MAIL])
+    worker = shop.worker(consumer, claim_seconds=0.2, dead_letter_limit=1, max_waiting=1)
+    shop.lists.enqueue([job()])
+
+    def works() -> bool:
+        with suppress(StreamUnusable):
+            worker.run_once()
+            return worker._dying if state == "paused" else worker._failing
+        return state == "has no queue"
+
+    eventually(works)
+    left = Job(queue="paper", type="print", payload=None)
+    shop.lists.open("printer", ["queue/paper"])
+    shop.lists.enqueue([left])
+    assert len(shop.lists.read("printer", "dead", ["queue/paper"], 1, 0)) == 1
+    shop.site.redis.zadd("{queue/paper}:claims", {str(left.id): 1})
+
+    def ready() -> bool:
+        works()
+        found = shop.lists.job("paper", left.id)
+        return found is not None and found.status == "ready"
+
+    eventually(ready)

@@ -246,7 +246,8 @@ def test_o_98_deaths_and_backlog_are_shown_as_they_are(
         streams = {each["stream"]: each for each in json.loads(result.stdout)["streams"]}
         assert streams["refunds"]["unpublished"] == 5
         (group,) = streams["queue/mail"]["groups"]
-        assert (group["dead"], group["pending"]) == (2, 4)
+        assert (group["dead"], group["pending"], group["orphaned"]) == (2, 4, 4)
+        assert "4 pending (oldest -), 4 of them orphaned" in office.run(outbox_app, "status").stdout
         ages.append(streams["refunds"]["unpublished_seconds"])
     assert 0 < ages[0] < ages[1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 from redis.connection import SSLConnection
 
 from consumer.settings import ConsumerSettings
+from outbox import jobs
 from outbox.address import RedisAddress
 from outbox.errors import SettingsError
 from outbox.settings import (
@@ -315,3 +317,11 @@ def test_o_89_schema_names_that_work(name: str) -> None:
 def test_o_94_schema_names_that_are_refused(name: Any) -> None:
     with pytest.raises(SettingsError, match="schema: "):
         check_schema(name)
+
+
+@pytest.mark.parametrize("prefix", ["t{x}:", "{}", "a b", "a\n", "x" * 101, None])
+def test_a_prefix_that_no_setting_may_have_is_refused_for_jobs_too(prefix: Any) -> None:
+    with pytest.raises(SettingsError, match="prefix: must match"):
+        jobs.enqueue("redis://127.0.0.1:1", prefix=prefix)
+    with pytest.raises(SettingsError, match="prefix: must match"):
+        jobs.state("redis://127.0.0.1:1", "mail", uuid.uuid4(), prefix=prefix)

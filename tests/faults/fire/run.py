@@ -48,6 +48,7 @@ class Fire:
 
     Attributes:
         tally: what was done, and what there was.
+        db: looks for what must hold, on the same server.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Fire:
         self.tally: Counter[str] = Counter()
         self._database_url, self._clients, self._flush, self._random = database_url, clients, flush, random.Random(seed)
         self._violations: list[str] = []
+        self._patience_seconds = PATIENCE_SECONDS
         kinds = ("record",) * 4 if flush else ("record", "record", "enqueue", "enqueue")
         self._books = {folder / f"book{number}": kind for number, kind in enumerate(kinds)}
         self._producers = {path.name: ("produce", kind, str(path)) for path, kind in self._books.items()}
@@ -64,8 +66,8 @@ class Fire:
             f"{role}{number}": command for role, (count, command) in _COMMANDS.items() for number in range(count)
         }
         with ExitStack() as stack:
-            self._db = stack.enter_context(psycopg.connect(database_url, autocommit=True))
-            self._db.execute(TABLES)
+            self.db = stack.enter_context(psycopg.connect(database_url, autocommit=True))
+            self.db.execute(TABLES)
             self._lists = ListTransport.from_url(redis_url, prefix=PREFIX)
             stack.callback(self._lists.close)
             self._nursery = stack.enter_context(
@@ -119,8 +121,19 @@ class Fire:
         self._check()
         for name in self._others:
             self._end(name)
-        assert not self._violations, "\n".join(self._violations)
+        violations = self._told()
+        assert not violations, "\n".join(violations)
         return self.tally
+
+    def look_again(self) -> list[str]:
+        """What does not hold any more after `run`; nobody is left who would mend it."""
+        self._patience_seconds = 0.2
+        self._check()
+        return self._told()
+
+    def _told(self) -> list[str]:
+        told, self._violations = self._violations, []
+        return told
 
     def _end(self, name: str) -> None:
         if (code := self._nursery.kill(name)) is not None:
@@ -137,7 +150,7 @@ class Fire:
         with self._violation():
             self._comes_to_rest(len(accepted))
         with self._violation():
-            eventually(self._is_empty, PATIENCE_SECONDS, "nothing is left in the queue")
+            eventually(self._is_empty, self._patience_seconds, "nothing is left in the queue")
         with self._violation():
             done = {row[0] for row in self._rows("SELECT event_id FROM processed_messages WHERE outcome = 'applied'")}
             assert done == accepted, (
@@ -176,7 +189,7 @@ class Fire:
             self._violations.append(str(error))
 
     def _rows(self, query: str) -> list[tuple[Any, ...]]:
-        return self._db.execute(query).fetchall()  # type: ignore[arg-type]  # of literals
+        return self.db.execute(query).fetchall()  # type: ignore[arg-type]  # of literals
 
     def _done(self) -> int:
         return int(self._rows("SELECT count(*) FROM processed_messages WHERE outcome = 'applied'")[0][0])
@@ -186,7 +199,7 @@ class Fire:
         while last < done < number:  # slow is not stuck: it goes on for as long as more are done
             last = done
             message = f"the last {number - last} of {number} jobs are done"
-            eventually(lambda before=last: self._done() > before, PATIENCE_SECONDS, message)
+            eventually(lambda before=last: self._done() > before, self._patience_seconds, message)
             done = self._done()
 
     def _is_empty(self) -> bool:
