@@ -22,6 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from consumer import first_time
+from pytest_outbox import missing
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -100,8 +101,9 @@ def _completed(environment: dict[str, str]) -> dict[str, int]:
     return {queue["queue"]: queue["kept"].get("completed", 0) for queue in json.loads(queues.stdout)}
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl here")
 def test_the_fastapi_example_runs_as_the_page_says(database_url: str) -> None:
+    if shutil.which("curl") is None:
+        missing("no curl here")
     (script,) = re.findall(r"<!-- test: run -->\n```bash\n(.*?)```", PAGES["idempotency"], re.DOTALL)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
