@@ -180,7 +180,15 @@ def new_database(server_url: str, *, template: str = "template0") -> Iterator[st
     name = f"test_{secrets.token_hex(6)}"
     statement = "CREATE DATABASE {} TEMPLATE {}"
     with psycopg.connect(server_url, autocommit=True) as connection:
-        connection.execute(sql.SQL(statement).format(sql.Identifier(name), sql.Identifier(template)))
+        try:
+            connection.execute(sql.SQL(statement).format(sql.Identifier(name), sql.Identifier(template)))
+        except psycopg.errors.InsufficientPrivilege:
+            role = connection.info.user
+            pytest.fail(
+                f"the role {role} of DATABASE_URL may not create a database for each test: it needs CREATEDB "
+                "(or unset DATABASE_URL, and a server is started)",
+                pytrace=False,
+            )
     try:
         yield _with_database(server_url, name)
     finally:

@@ -218,7 +218,7 @@ def reconcile(
 
 @app.command()
 def forget(
-    name: Annotated[str, typer.Argument(help="The consumer's name, as `consumer doctor` says it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The consumer's name, as `consumer doctor` says it.")],
     schema: Schema = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:

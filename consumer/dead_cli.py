@@ -36,7 +36,8 @@ from outbox.transport.base import CONSUMER_NAME
 
 app = typer.Typer(
     name="dead",
-    help="Dead letters: what a consumer has put aside, for a person to look into.",
+    help="Dead letters: what a consumer has put aside, for a person to look into.\n\n"
+    "requeue and discard want to know which (--id, --reason, …, or --all), and ask; --yes is for scripts.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -131,7 +132,8 @@ def requeue(
 
     Safe to interrupt, and to run again or twice at a time. What was applied after all is not applied again, and stays.
 
-    Exit code 0: done, if there was anything to do; 1: it did not get to the end; 3: some stay, and it says why.
+    Exit code 0: done, if there was anything to do; 1: it did not get to the end, or none of those ids is there; 3: some
+    stay, and it says why.
     """
     with _opened(name, schema) as (connection, operations):
         selection = _selection(connection, operations, id, reason, type, topic, key, since, until, limit, all)
@@ -156,7 +158,8 @@ def discard(
 ) -> None:  # fmt: skip
     """Throw dead letters away. Their events are never applied, also if they come again (but see --forget).
 
-    Exit code 0: done, if there was anything to do; 1: it did not get to the end; 3: some stay, and it says why.
+    Exit code 0: done, if there was anything to do; 1: it did not get to the end, or none of those ids is there; 3: some
+    stay, and it says why.
     """
     with _opened(name, schema) as (connection, operations):
         selection = _selection(connection, operations, id, reason, type, topic, key, since, until, limit, all)
@@ -314,13 +317,15 @@ def _say_unknown(
     selection: Selection | None = None,
     what: str = "dead letter",
 ) -> None:
-    """Say that nothing was found where a word may be misspelled: the consumer's name, or what selects."""
+    """Say that nothing was found, and where a word may be misspelled: the consumer's name, or what selects."""
     if found:
         return
     if not operations.is_known(connection):
         typer.echo(f"no consumer {operations.consumer} has been seen in this schema", err=True)
     elif selection and replace(selection, limit=None) != Selection():
         typer.echo(f"no {what} of consumer {operations.consumer} fits", err=True)
+    elif selection:
+        typer.echo(f"there are no {what}s of consumer {operations.consumer}", err=True)
 
 
 def _print(
@@ -358,6 +363,8 @@ def print_list(records: Iterable[dict[str, Any]]) -> bool:
 def _survey(
     connection: Connection, operations: Operations, selection: Selection, chosen: Chosen, as_json: bool
 ) -> None:
+    if not chosen and (selection.numbers or selection.events):
+        raise SettingsError(f"consumer {operations.consumer!r} has no such dead letter")
     if as_json:
         return
     for reason, type, count in chosen.kinds:

@@ -48,7 +48,8 @@ from outbox.transport.base import QUEUE_PREFIX, JobState, queue_of
 app = typer.Typer(
     name="jobs",
     help="Jobs in queues: look at them, call them off, have dead ones tried again.\n\n"
-    "`outbox queues` says which queues there are, and whose they are.",
+    "`outbox queues` says which queues there are, and whose they are: list and show take the queue's name, cancel and "
+    "requeue the consumer's, in whose ledger they write.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -119,7 +120,8 @@ def show(
 ) -> None:
     """Tell all about jobs: what Redis knows, and what PostgreSQL knows (the ledger, the next try, the dead letter and its reason).
 
-    What is in the fields, and the result, is shown only with --payload. Changes nothing. Works without Redis, too.
+    What is in the fields, and the result, is shown only with --payload; of a job that was completed or cancelled the
+    result, and not the payload, which Redis does not keep then. Changes nothing. Works without Redis, too.
 
     Example: consumer jobs show mail 0197c9a4-5b1e-7d1c-9f0a-3c1f2f0e8a11 --payload
     """
@@ -146,6 +148,9 @@ def cancel(
 
     The consumer's ledger says so from then on, so that nobody runs them, whatever Redis forgets and the relay publishes again. One
     that runs already goes on. Asks nothing; an unknown name or id changes nothing. Safe to interrupt, and to run again.
+
+    A queue that no consumer has opened yet (`-` in `outbox queues`) has no ledger to write this in: run a consumer of it
+    without any handler first, and end it.
 
     Exit code 0: they are cancelled; 1: it did not get to the end, or not begin; 3: some are not, since they run or have ended.
 
@@ -412,7 +417,7 @@ def _words(state: JobState) -> Iterator[str]:
     yield f"since {_instant(state.since)}"
     yield f"priority {state.priority}"
     if state.count:
-        yield f"begun {state.count} times" if state.count > 1 else "begun once"
+        yield (f"begun {state.count} times" if state.count > 1 else "begun once") + " since it was last queued"
     if state.status == "delayed":
         yield f"due {_instant(state.due_at)}"
     if state.status == "running":
@@ -424,7 +429,7 @@ def _words(state: JobState) -> Iterator[str]:
 
 def _line(one: JobState | tuple[str, str, Aside]) -> str:
     if isinstance(one, JobState):
-        words = [str(one.id), plain(_wire(one, "type")), f"key {plain(_wire(one, 'key'))}", *_words(one)]
+        words = [str(one.id), plain(_wire(one, "type")), f"key {plain(_wire(one, 'subject'))}", *_words(one)]
         return f"{one.status:9}  {'  '.join(words)}"
     status, _, aside = one
     words = [
@@ -442,8 +447,8 @@ def _redis(state: JobState) -> dict[str, Any]:
         for name in ("since", "added_at", "due_at", "deadline")
     }
     return {
-        "queue": state.queue, "id": str(state.id), "status": state.status, "type": _wire(state, "type"), "key": _wire(state, "key"),
-        "priority": state.priority, "count": state.count, "by": state.by, "error": state.error, **instants,
+        "queue": state.queue, "id": str(state.id), "status": state.status, "type": _wire(state, "type"),
+        "key": _wire(state, "subject"), "priority": state.priority, "count": state.count, "by": state.by, "error": state.error, **instants,
     }  # fmt: skip
 
 
@@ -504,4 +509,7 @@ def _told(desk: _Desk, queue: str, one: _Job, payload: bool) -> Iterator[str]:
         put_aside = instant_shown(aside.last_failed_at)
         yield f"  dead      letter {aside.number}, {plain(aside.reason)}, {aside.attempts} attempts, put aside {put_aside}"
         yield f"  error     {plain(aside.error)}"
-    yield from field_lines(_pairs(one), payload)
+    pairs = _pairs(one)
+    yield from field_lines(pairs, payload)
+    if payload and one.state and all(name != b"data" for name, _ in pairs):
+        yield "  payload   is not kept in Redis of what has left its queue; the outbox has it until its retention ends"

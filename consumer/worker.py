@@ -177,6 +177,7 @@ class Worker:
         self._partitions_due = self._note.upkeep_due
         self._forget_due = self._names_due = self._partitions_due
         self._lanes_due = 0.0
+        self._unread: dict[str, float] = {}  # streams that cannot be read, and when that is said again
         self._lease_due = 0.0
         # The lease must outlive a handler that nothing can end, or nobody could write down that it failed.
         longest = consumer.longest_timeout_seconds
@@ -493,10 +494,14 @@ class Worker:
         """Make the groups where they are missing, and see which streams can be used and that the lanes agree."""
         unusable = self._transport.open(self._consumer.name, self._streams)
         self._opened = True
+        told, now = self._unread, time.monotonic()
+        self._unread = {stream: told.get(stream, 0.0) for stream in unusable}
         for stream, error in unusable.items():
-            _log.warning(
-                "stream %s cannot be read: %s", stream, error, extra={"action": "stream_failed", "stream": stream}
-            )
+            if now >= self._unread[stream]:
+                self._unread[stream] = now + _REMIND_SECONDS
+                _log.warning(
+                    "stream %s cannot be read: %s", stream, error, extra={"action": "stream_failed", "stream": stream}
+                )
         self._usable = [stream for stream in self._streams if stream not in unusable]
         if not self._usable:
             self._usable = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib.metadata
+import inspect
 import json
 import logging
 import os
@@ -150,9 +151,11 @@ def queues(
 ) -> None:
     """Show every queue of jobs: what is ready, delayed, running and orphaned, and what has failed. Changes nothing.
 
-    Ready jobs by priority: high/normal/low; INCOMPLETE where the relay has jobs to publish that Redis never had, or has lost. Orphaned ones are running, but their process is gone: another worker takes them over
-    when their claim (CONSUMER_CLAIM_SECONDS) has ended. Waiting ones and dead letters are in the consumer's tables (?: these are in
-    another database or schema). Completed, failed and cancelled: of the last ones that Redis remembers.
+    The consumer is `-` where none has opened the queue yet. Ready jobs by priority: high/normal/low; INCOMPLETE where
+    the relay has jobs to publish that Redis never had, or has lost. Orphaned ones are running, but their process is
+    gone: another worker takes them over when their claim (CONSUMER_CLAIM_SECONDS) has ended. Waiting ones and dead
+    letters are in the consumer's tables (?: these are in another database or schema). Completed, failed and cancelled:
+    of the last ones that Redis remembers, also such as were requeued or discarded since; `dead` is what counts.
 
     The jobs themselves: consumer jobs list QUEUE
     """
@@ -167,7 +170,7 @@ def queues(
 
 @app.command("drop-group")
 def drop_group(
-    name: Annotated[str, typer.Argument(help="The consumer group, as `outbox status` names it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The consumer group, as `outbox status` names it.")],
     schema: Schema = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     force: Annotated[
@@ -467,16 +470,22 @@ def report(findings: Sequence[Finding], *, as_json: bool, strict: bool) -> None:
     raise SystemExit(1 if counts["error"] else 2 if strict and counts["warning"] else 0)
 
 
+class _WithAction(logging.Formatter):
+    """Puts the action, where a record has one, at the end of its line: to find it by, whatever the message says."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        action = getattr(record, "action", None)
+        return super().formatMessage(record) + (f" action={action}" if action else "")
+
+
 def configure_logging(level: str, who: str = "") -> None:
     """Log to standard error, one line a record; `who` is put before the message, in logging's own format."""
     numeric = logging.getLevelNamesMapping().get(level.upper())
     if numeric is None:
         raise typer.BadParameter("must be debug, info, warning or error", param_hint="--log-level")
-    logging.basicConfig(
-        level=max(numeric, logging.INFO),
-        format=f"%(asctime)s %(levelname)s %(name)s: {who}%(message)s",
-        force=bool(who),
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(_WithAction(f"%(asctime)s %(levelname)s %(name)s: {who}%(message)s"))
+    logging.basicConfig(level=max(numeric, logging.INFO), handlers=[handler], force=bool(who))
     for name in ("outbox", "consumer"):
         logging.getLogger(name).setLevel(numeric)
     # Of a connection that is lost it shows fifty lines of where it noticed; ours is one, and says what follows.
@@ -527,6 +536,7 @@ def started(stop: Callable[[], None], look: Callable[[], list[Finding]], *, stri
 def run_app(application: typer.Typer) -> None:
     """Run a command; our errors, the databases' and a full disk are one line on standard error and exit code 1 (78: not
     started)."""
+    _let_help_flow(application)
     try:
         application()
     except (OutboxError, psycopg.Error, sqlalchemy.exc.SQLAlchemyError, OSError) as error:
@@ -535,6 +545,16 @@ def run_app(application: typer.Typer) -> None:
         cause = error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) and error.orig else error
         typer.echo(f"error: {' '.join(str(cause).split())}", err=True)
         raise SystemExit(os.EX_CONFIG if isinstance(error, NotStarted) else 1) from None
+
+
+def _let_help_flow(application: typer.Typer) -> None:
+    """Have only empty lines end paragraphs: typer keeps a docstring's line ends, which are where the source is folded."""
+    for command in application.registered_commands:
+        paragraphs = (command.help or inspect.getdoc(command.callback) or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+    for group in application.registered_groups:
+        if group.typer_instance:
+            _let_help_flow(group.typer_instance)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -83,6 +84,21 @@ def test_readme_snippets_do_what_they_say(database_url: str, redis_url: str, pre
         assert client.xpending(f"{prefix}{{payments}}", "wallet")["pending"] == 0
 
 
+def test_readme_starts_the_servers_that_it_names() -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", snippet("embedded")], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert program.stdout is not None
+    said = dict(program.stdout.readline().strip().removeprefix("export ").split("=", 1) for _ in range(2))
+    engine = create_engine(said["DATABASE_URL"])
+    with engine.connect() as connection, redis.Redis.from_url(said["REDIS_URL"]) as client:
+        assert connection.exec_driver_sql("SELECT 1").scalar_one() == 1
+        assert client.ping()
+    engine.dispose()
+    program.communicate("\n", timeout=60)
+    assert program.returncode == 0
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
@@ -128,6 +144,14 @@ def test_help_is_there(command: str) -> None:
         [sys.executable, "-m", package, *rest, "--help"], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert "Usage" in done.stdout
+
+
+def test_help_is_folded_where_the_terminal_ends_and_not_where_the_source_does() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "consumer", "run", "--help"],
+        capture_output=True, text=True, check=True, cwd=ROOT, env=os.environ | {"COLUMNS": "160"},
+    )  # fmt: skip
+    assert "and was handed back. 78: with --strict" in done.stdout
 
 
 def test_the_soak_and_the_fire_have_the_options_that_their_page_names() -> None:

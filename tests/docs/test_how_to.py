@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from consumer import first_time
+from pytest_outbox import missing
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +99,32 @@ def _completed(environment: dict[str, str]) -> dict[str, int]:
     command = [sys.executable, "-m", "outbox", "queues", "--json"]
     queues = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     return {queue["queue"]: queue["kept"].get("completed", 0) for queue in json.loads(queues.stdout)}
+
+
+def test_the_fastapi_example_runs_as_the_page_says(database_url: str) -> None:
+    if shutil.which("curl") is None:
+        missing("no curl here")
+    (script,) = re.findall(r"<!-- test: run -->\n```bash\n(.*?)```", PAGES["idempotency"], re.DOTALL)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        script = script.replace("8000", str(free.getsockname()[1]))
+    environment = os.environ | {
+        "DATABASE_URL": database_url.replace("postgresql://", "postgresql+psycopg://"),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    shell = subprocess.Popen(
+        ["bash", "-c", f"{script}\nkill %1\nwait"], cwd=ROOT, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = shell.communicate(timeout=100)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)
+    assert said.count("\nHTTP/1.1 201 Created\n") == 2, said
+    assert said.count('{"wallet_id":"w1","balance_halala":5000}') == 2, said
+    assert said.lower().count("idempotency-replayed: true") == 1, said
+    assert said.endswith("1\n0\n"), said
 
 
 def test_psycopg(database_url: str) -> None:

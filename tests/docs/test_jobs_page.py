@@ -15,11 +15,12 @@ from sqlalchemy.orm import Session
 from consumer import Consumer
 from consumer.settings import ConsumerSettings
 from consumer.worker import Worker
-from outbox import jobs
+from outbox import Job, jobs
 from outbox import schema as schemas
 from outbox.relay import Relay
 from outbox.settings import RelaySettings
 from outbox.transport import ListTransport
+from outbox.transport.base import JobState
 from tests.waiting import eventually
 
 PAGE = (Path(__file__).parents[2] / "docs/how-to/jobs.md").read_text()
@@ -62,8 +63,10 @@ def test_the_page_does_what_it_says(database_url: str, redis_url: str, prefix: s
         assert (done.status, done.result) == ("completed", b'{"message_id":1}')
         look = run("look")["receipt"]
         if not prefix:
-            assert look(redis_url, receipt) == ("completed", b'{"message_id":1}')
+            assert look(redis_url, receipt) == ("completed", {"message_id": 1})
         assert look(redis_url, uuid.uuid4()) == "not in Redis: on its way, or ended long ago"
+        added = Job(queue="mail", type="send_receipt", payload={"to": "b@shop.example"})
+        assert [jobs.enqueue(lists, added), jobs.enqueue(lists, added)] == [[True], [False]]
         (survey, by_sql) = sorted(lists.jobs("mail", "delayed"), key=lambda job: job.id == later)
         assert (survey.fields[b"type"], survey.priority) == (b"send_survey", "low")
         assert survey.due_at is not None
@@ -71,6 +74,8 @@ def test_the_page_does_what_it_says(database_url: str, redis_url: str, prefix: s
         assert (by_sql.id, by_sql.priority, by_sql.due_at and by_sql.due_at.isoformat()) == (
             later, "low", "2030-01-31T09:00:00+00:00",
         )  # fmt: skip
+        absent = set(JobState.__dataclass_fields__) - set(re.findall(r"`(\w+)`", PAGE.partition("A `JobState`")[2]))
+        assert absent <= {"status", "result"}, "they are in the example"
     finally:
         lists.close()
         worker.close()

@@ -14,10 +14,10 @@ PAGE = (ROOT / "docs/how-to/testing.md").read_text()
 
 def test_the_pages_files_are_tests_that_pass(tmp_path: Path, postgres_url: str, redis_url: str) -> None:
     files = dict(re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
-    assert files.keys() == {"myapp.py", "conftest.py", "test_handlers.py", "test_whole.py"}
+    assert files.keys() == {"myapp.py", "conftest.py", "test_handlers.py", "test_retries.py", "test_whole.py"}
     assert PAGE.count("```python") == len(files)
     status, said = run_pytest(tmp_path, files=files, DATABASE_URL=postgres_url, REDIS_URL=redis_url)
-    assert (status, "5 passed" in said) == (0, True), said
+    assert (status, "7 passed" in said) == (0, True), said
 
 
 def test_the_page_names_the_fixtures_that_there_are() -> None:

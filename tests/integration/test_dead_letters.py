@@ -173,7 +173,10 @@ def test_a_list_is_as_long_as_asked_and_of_unknown_consumers_it_is_said(office: 
     office.db.execute(
         "INSERT INTO public.consumer_retention (consumer, topic, retention_seconds) VALUES ('wallet', 't', 1)"
     )
-    assert office.run("dead", "list", NAME).output == ""
+    for command, what in ((("dead", "list"), "dead letters"), (("waiting",), "waiting events")):
+        nothing = office.run(*command, NAME)
+        assert (nothing.stdout, nothing.stderr) == ("", f"there are no {what} of consumer wallet\n")
+        assert office.run(*command, NAME, "--json").output == "[]\n"
     for command in (("list",), ("requeue", "--yes"), ("discard", "--yes"), ("export",)):
         told = office.run("dead", command[0], NAME, "--reason", "atempts", *command[1:]).stderr
         assert "no dead letter of consumer wallet fits" in told, "a misspelled reason looks as if all were well"
@@ -201,6 +204,8 @@ def test_a_list_is_as_long_as_asked_and_of_unknown_consumers_it_is_said(office: 
         (("list", "x'); SELECT pg_sleep(5)--"), "consumer name: must match"),
         (("list", NAME, "--schema", "nowhere"), "has no consumer tables"),
         (("show", NAME, "1"), "has no such dead letter"),
+        (("requeue", NAME, "--id", "1"), "has no such dead letter"),
+        (("discard", NAME, "--id", "1", "--yes", "--json"), "has no such dead letter"),
         (("requeue", NAME, "--yes"), "or --all"),
         (("discard", NAME, "--yes"), "or --all"),
         (("discard", NAME, "--all", "--json"), "wants --yes or --dry-run"),

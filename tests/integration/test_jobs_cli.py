@@ -258,7 +258,7 @@ def test_o_98_deaths_and_backlog_are_shown_as_they_are(
 def test_jobs_are_listed_by_status_without_payloads(office: Office, worker: Worker) -> None:
     completed, waits, dead = office.job(), office.job("fails"), office.job("rejected")
     drained(office, worker)
-    low, high = office.job(priority="low"), office.job(priority="high")
+    low, high = office.job(priority="low"), office.job(priority="high", key="o1")
     delayed = office.job(run_at=timedelta(days=1))
     running = office.job(priority="high", lifo=True)
     office.claim(1)
@@ -279,6 +279,7 @@ def test_jobs_are_listed_by_status_without_payloads(office: Office, worker: Work
         "running", "ready", "ready", "delayed", "waiting", "failed",
     ]  # fmt: skip
     assert "by gone, claimed until 2" in text
+    assert (found[high]["key"], found[low]["key"], text.count("  key o1  ")) == ("o1", None, 1)
     for shown in (text, json.dumps(list(found.values()))):
         assert "\x1b" not in shown
         assert "xyzw" not in shown
@@ -286,6 +287,19 @@ def test_jobs_are_listed_by_status_without_payloads(office: Office, worker: Work
     limited = office.run(consumer_app, "jobs", "list", "mail", "--status", "ready", "--limit", "1")
     assert "first 1 ready ones" in limited.stderr
     assert "--status: must be one of running, ready," in office.refused("list", "mail", "--status", "done")
+
+
+def test_a_queue_of_another_consumer_is_said_once_a_minute(
+    office: Office, worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = office.worker(mailer("other", queues=["mail", "letters"]))
+    for _ in range(5):
+        other.run_once()
+        time.sleep(0.03)  # it looks again
+    said = [each.getMessage() for each in caplog.records if getattr(each, "action", "") == "stream_failed"]
+    assert len(said) == 1, said
+    assert "is the queue of consumer mailer" in said[0]
+    assert "If mailer is gone for good, `outbox drop-group mailer` frees it" in said[0]
 
 
 def test_a_long_queue_is_listed_to_its_end(office: Office) -> None:
@@ -330,7 +344,10 @@ def test_all_about_a_job_is_shown_and_its_payload_only_when_asked_for(office: Of
         (whole,) = office.found("show", "mail", job_id, "--payload")
         (data,) = [each["text"] for each in whole["fields"] if each["name"] == "data"]
         assert json.loads(data)["card"] == "xyzw"
-    assert '{"answer":"s3cret"}' in office.said("show", "mail", completed, "--payload")
+    whole = office.said("show", "mail", completed, "--payload")
+    assert '{"answer":"s3cret"}' in whole
+    assert "payload   is not kept in Redis" in whole
+    assert "payload   is not kept" not in text + office.said("show", "mail", waits, dead, ready, "--payload")
     assert office.found("show", "mail", completed, "--payload")[0]["redis"]["result"] == {"answer": "s3cret"}
 
 
@@ -449,6 +466,16 @@ def test_a_job_that_is_on_its_way_is_cancelled_when_asked_for(office: Office, wo
     office.record(job)
     eventually(lambda: (office.relay.run_once(), worker.run_once(), office.listed("--status", "cancelled"))[2])
     assert office.count("SELECT count(*) FROM public.message_failures") == 0
+
+
+def test_jobs_of_a_queue_that_none_has_opened_are_cancelled_once_a_consumer_without_handlers_has(
+    office: Office,
+) -> None:
+    ready, delayed = office.job(queue="reports"), office.job(queue="reports", run_at=timedelta(days=1))
+    assert "no consumer of queues 'reporter'" in office.refused("cancel", "reporter", ready, delayed, "--unseen")
+    worker = office.worker(Consumer("reporter", queues=["reports"]))
+    eventually(lambda: worker.run_once() is not None and office.queues()["reports"]["waiting"] == 1)
+    assert {each["before"] for each in office.found("cancel", "reporter", ready, delayed)} == {"waiting", "delayed"}
 
 
 def test_dead_jobs_are_tried_again(office: Office, worker: Worker) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import tomllib
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,7 @@ from pathlib import Path
 import psycopg
 import pytest
 import redis
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pytest_outbox import _engine, _with_database
 from tests.faults.cluster import Cluster
@@ -129,6 +130,24 @@ def test_a_server_that_cannot_be_had_is_a_skip_with_the_reason_and_a_failure_in_
     assert (status, "2 errors" in in_ci) == (1, True), in_ci
     assert [reason for reason in reasons if reason not in in_ci] == [], in_ci
     assert "secret" not in said + in_ci
+
+
+def test_a_role_that_may_not_create_databases_is_said(run: Run, postgres_url: str) -> None:
+    role, files = f"plain_{secrets.token_hex(4)}", {"test_it.py": "def test_it(outbox_database_url): pass\n"}
+    with psycopg.connect(postgres_url, autocommit=True) as connection:
+        connection.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'secret'".encode())
+        try:
+            status, said = run(files=files, DATABASE_URL=make_conninfo(postgres_url, user=role, password="secret"))
+        finally:
+            connection.execute(f"DROP ROLE {role}".encode())
+    assert (status, f"the role {role} of DATABASE_URL may not create" in said, "needs CREATEDB" in said) == (
+        1,
+        True,
+        True,
+    ), said
+    assert "Traceback" not in said
+    assert "psycopg" not in said
+    assert "secret" not in said
 
 
 @pytest.mark.long

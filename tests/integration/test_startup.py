@@ -193,6 +193,7 @@ def test_variables_that_nobody_reads_are_named(bench: Bench, tmp_path: Path, com
     process.terminate()
     assert process.wait(10) == 0
     line = "WARNING outbox: nothing reads the variable OUTBOX_CHECK_SECOND; OUTBOX_CHECK_SECONDS is meant, most likely"
+    line += " action=unknown_variable\n"
     assert path.read_text().count(line) == 1
 
 
