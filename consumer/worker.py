@@ -320,7 +320,9 @@ class Worker:
             raise
 
     def _round(self) -> Counter[Outcome]:
-        self._transport.reclaim_when_due()  # of every queue, by every worker, also by one that cannot use its own or is paused
+        self._reclaim()
+        if self._stopping.is_set():
+            return Counter()
         self._prepare()
         self._acknowledge()
         if not self._at_hand:
@@ -332,6 +334,15 @@ class Worker:
         if not self._at_hand or self._stopping.is_set():
             return Counter()
         return self._process()
+
+    def _reclaim(self) -> None:
+        """Look for jobs that the dead have left, in every queue; also who is paused or cannot use his own does. That it fails
+        is no reason not to try the rest: other servers may be there."""
+        try:
+            self._transport.reclaim_when_due()
+        except TransportError as error:
+            _log.debug("not looked for jobs that others have left: %s", error)
+            self._away = self._stopping.is_set() and isinstance(error, TransportUnavailable)
 
     def _next(self) -> list[Delivery]:
         """What is new, what others left, or what has waited, by turns: after a page of one come the others, so that none has to

@@ -432,7 +432,11 @@ class Transport(Protocol):
         """
 
     def reclaim_when_due(self) -> None:
-        """Let jobs of every queue be ready again whose workers are gone, if that is due; does not fail. For streams nothing."""
+        """Let jobs of every queue be ready again whose workers are gone, if that is due. For streams nothing.
+
+        Raises:
+            TransportError: it could not be done; there is a next time.
+        """
 
     def hand_back(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> None:
         """Let others claim these deliveries of ours at once, as if they had not been delivered this time."""

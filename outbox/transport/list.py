@@ -256,8 +256,11 @@ class ListTransport(RelayedTransport):
         return again
 
     def reclaim_when_due(self) -> None:
-        """`reclaim`, four times in a claim, so that what nobody renews is ready within two; failures do not matter, there is a
-        next time."""
+        """`reclaim`, four times in a claim, so that what nobody renews is ready within two.
+
+        Raises:
+            TransportError: it could not be done; there is a next time.
+        """
         if time.monotonic() >= self._reclaim_due:
             pause = self._claim_seconds / 4
             try:
@@ -267,7 +270,9 @@ class ListTransport(RelayedTransport):
                 pass
             except TransportError:
                 pause = _LONGEST_WAIT_SECONDS
-            self._reclaim_due = time.monotonic() + pause
+                raise
+            finally:
+                self._reclaim_due = time.monotonic() + pause
 
     def hand_back(self, group: str, consumer: str, deliveries: Sequence[Delivery]) -> None:
         self._hold("back", consumer, consumer, [(d, d.count - 1) for d in deliveries])
