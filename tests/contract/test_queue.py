@@ -517,13 +517,13 @@ def test_a_key_of_another_type_is_named_and_loses_no_job(there: Queue, end: str)
 
 
 def test_o_64_delayed_jobs_without_data_do_not_hold_up_good_ones(there: Queue) -> None:
-    due = datetime.now(UTC) + timedelta(seconds=0.2)
+    due = datetime.now(UTC) + timedelta(seconds=1)
     broken, good = [job(run_at=due) for _ in range(200)], [job(run_at=due) for _ in range(50)]
     add(there, *broken, *good)
     there.transport.publish([batch(good[:1])])
     for job_id in ids(broken):
         assert there.raw.delete(f"{there.key(MAIL)}:job:{job_id}") == 1
-    eventually(lambda: there.transport.queues()[0].next_due < datetime.now(UTC))
+    eventually(lambda: datetime.now(UTC) > due)
     done: list[str] = []
     for _ in range(6):  # looks, the first of which may be by a clock that is a little behind ours
         found = take(there, 10)
