@@ -734,7 +734,8 @@ def test_sigterm_ends_a_consumer_whose_redis_hangs(
 ) -> None:
     """Within CONSUMER_REDIS_TIMEOUT_SECONDS, CONSUMER_BLOCK_SECONDS and what a process takes to end.
 
-    It waits for the answer at hand, and for no other one, which would take as long again. What it could not acknowledge is known to the ledger.
+    It waits for the answer at hand, and for no other one, which would take as long again. What it could not acknowledge is
+    known to the ledger.
     """
     with ExitStack() as stack:
         server = own_valkey()
