@@ -266,9 +266,10 @@ def _as_it_was(raw: Connection) -> Iterator[None]:
         raise HandlerMisuse(_LEFT)
 
 
-#: Statements that end a transaction, as PostgreSQL's grammar has them; ROLLBACK TO a savepoint does not.
+#: Statements that end a transaction, as PostgreSQL's grammar has them, behind any comments; ROLLBACK TO a savepoint does not. The group
+#: is atomic, or many comments could be told apart in very many ways.
 _ENDS = re.compile(
-    r"(?:\s|--[^\n]*\n|/\*.*?\*/)*(commit|end|rollback(?!(\s+(work|transaction))?\s+to\b)|abort|prepare\s+transaction)\b",
+    r"(?>(?:\s|--[^\n]*\n|/\*.*?\*/)*)(commit|end|rollback(?!(\s+(work|transaction))?\s+to\b)|abort|prepare\s+transaction)\b",
     re.IGNORECASE | re.DOTALL,
 )
 
@@ -288,15 +289,9 @@ def _guarded(cursor: type[psycopg.Cursor[Any]]) -> type[psycopg.Cursor[Any]]:
             return super().executemany(query, *arguments, **options)
 
         def _refuse(self, query: Any) -> None:
-            text = (
-                query
-                if isinstance(query, str)
-                else query.decode("utf-8", "replace")
-                if isinstance(query, bytes)
-                else ""
-            )
             if isinstance(query, sql.Composable):
-                text = query.as_string(self)
+                query = query.as_string(self)
+            text = query.decode("utf-8", "replace") if isinstance(query, bytes) else str(query)
             if found := _ENDS.match(text):
                 raise HandlerMisuse(
                     f"a handler must not send {found[1].upper()}: the consumer ends the transaction, together with the ledger "

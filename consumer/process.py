@@ -375,14 +375,14 @@ class Processor:
     def _count_failures(self, items: Sequence[Item]) -> None:
         """See how many events of each type fail. Those that have failed before, and fail again, say nothing about others."""
         for item in items:
-            if item.waiting or item.event is None or item.handler is None:
+            if _has_failed(item) or item.event is None or item.handler is None:
                 continue
             failures, ran = self._lately.get(item.event.type, _UNKNOWN)
             failures, ran = failures + (item.failure is not None), ran + 1
             self._lately[item.event.type] = (failures, ran) if ran < _LATELY else (failures / 2, ran / 2)
 
     def _failing(self, item: Item) -> float:
-        if item.waiting or item.event is None:
+        if _has_failed(item) or item.event is None:
             return _AGAIN
         failures, ran = self._lately.get(item.event.type, _UNKNOWN)
         return failures / ran
@@ -626,9 +626,7 @@ class Processor:
         counted = f"attempt {wait.attempts} of {of}" if failure.blame is Blame.EVENT else "not counted"
         if failure.blame in (Blame.CONNECTION, Blame.PROCESS):
             counted = f"start {wait.starts} of {self._limits.max_deliveries}"
-        known = (
-            item.waiting is not None and item.waiting.tries > 0
-        )  # it was shown the first time, and will be the last time
+        known = _has_failed(item)  # its traceback was shown then, and will be at the end
         _log.error(
             "handler failed (%s), tried again in %.1f s: %s %s: %s",
             counted, wait.seconds, event.type if event else None, event.id if event else item.delivery.receipt,
@@ -694,6 +692,11 @@ def _cancel(request: PGcancelConn) -> None:
         poll.register(request.socket, wanted)
         poll.poll(left * 1000)
     request.finish()
+
+
+def _has_failed(item: Item) -> bool:
+    """Whether it waited for another try; others have waited for a handler, or for the versions before them."""
+    return item.waiting is not None and item.waiting.tries > 0
 
 
 def _letter(item: Item, reason: str, error: str, attempts: int | None = None) -> DeadLetter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import signal
@@ -30,6 +29,7 @@ from outbox import record
 from outbox.cli import app
 from outbox.embedded import ValkeyServer
 from outbox.transport import MemoryTransport
+from pytest_outbox import missing
 from tests.faults.test_consumer_faults import KEY, SITES, TOPIC, Process, QueueSite, Site, both, fields, job
 from tests.waiting import eventually, in_time, lasting, stops_within
 
@@ -238,11 +238,7 @@ def test_o_35_consumers_killed_while_they_take_over(site: Site) -> None:
 
 def _faked(offset: str) -> dict[str, str]:
     """The environment in which the clock is wrong by so much; durations are not."""
-    program = shutil.which("faketime")
-    if program is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail("no faketime (apt-get install faketime)")
-        pytest.skip("no faketime (apt-get install faketime)")
+    program = shutil.which("faketime") or missing("no faketime (apt-get install faketime)")
     shown = subprocess.run(
         [program, "-m", "--exclude-monotonic", "-f", offset, "env"], capture_output=True, text=True, check=True
     ).stdout

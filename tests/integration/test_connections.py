@@ -21,6 +21,7 @@ from outbox.embedded import EmbeddedServerError, ValkeyServer, redis_servers
 from outbox.envelope import Run, uuid7, wire
 from outbox.errors import TransportUnavailable
 from outbox.transport import Marker, Part, Router, Settled, StreamTransport
+from pytest_outbox import missing
 from tests.faults.chaos import TOPIC, Bench, drain
 from tests.faults.cluster import Cluster
 from tests.waiting import eventually
@@ -94,7 +95,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
             openssl("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial",
                     "-days", "2", "-extfile", "names", "-out", f"{name}.crt")  # fmt: skip
     except FileNotFoundError:
-        pytest.skip("no openssl here")
+        missing("no openssl here")
     return folder
 
 
@@ -117,7 +118,7 @@ def tls_server(certificates: Path) -> Iterator[Callable[..., str]]:
             except EmbeddedServerError:
                 continue
             return f"rediss://127.0.0.1:{port}/0"
-        pytest.skip("no server here is built with TLS (apt-get install redis-server)")
+        return missing("no server here is built with TLS (apt-get install redis-server)")
 
     yield start
     for server in started:

@@ -381,6 +381,12 @@ def test_a_statement_that_ends_the_transaction_is_refused(
     assert (database.effects, database.processed) == (2, {"applied": 2, "waiting": 1})
 
 
+@pytest.mark.timeout(20)
+def test_many_comments_before_a_statement_cost_nothing(database: Database, engine: sqlalchemy.Engine) -> None:
+    consumer = bad(lambda event, connection: connection.execute("/* a */" * 200 + "SELECT 1"), raw=True)
+    assert Processor(consumer, engine).process(three()) == [APPLIED] * 3
+
+
 def test_a_savepoint_in_words_may_be_rolled_back_to(database: Database, engine: sqlalchemy.Engine) -> None:
     def handler(event: Envelope, connection: psycopg.Connection[Any]) -> None:
         for statement in ("SAVEPOINT a", "SELECT 1", "ROLLBACK TO SAVEPOINT a", "ROLLBACK WORK TO a", "RELEASE a"):

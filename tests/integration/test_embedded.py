@@ -31,6 +31,7 @@ from outbox.embedded import (
     ValkeyServer,
     postgres_servers,
 )
+from pytest_outbox import missing
 from tests.waiting import eventually
 
 KINDS = ["postgres", "valkey9", "redis8", "redis7"]
@@ -329,7 +330,7 @@ def test_a_missing_wheel_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("name", [name for name in postgres_servers() if name != "postgres18"] or ["other"])
 def test_postgres_of_the_distribution(name: str) -> None:
     if name == "other":
-        pytest.skip("this machine has no PostgreSQL but the wheel's; apt-get install postgresql")
+        missing("this machine has no PostgreSQL but the wheel's; apt-get install postgresql")
     with (
         PostgresServer(binaries=postgres_servers()[name]) as server,
         psycopg.connect(server.url) as connection,
@@ -418,7 +419,7 @@ def python_for(account: dict[str, Any]) -> str:
         with suppress(OSError):
             if subprocess.run([python, "-c", check], cwd="/", **account).returncode == 0:
                 return python
-    pytest.skip("an ordinary user can run no Python 3.11 on this machine")
+    return missing("an ordinary user can run no Python 3.11 on this machine")
 
 
 def test_a_cache_that_others_can_write_is_refused(open_dir: Path) -> None:
